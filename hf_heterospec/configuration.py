@@ -1,0 +1,129 @@
+"""Configurations: what a head is (`HeteroSpecConfig`), and how to draft and verify (`HeteroSpecGenerationConfig`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from huggingface_hub.dataclasses import strict
+from transformers import GenerationConfig
+from transformers.models.llama.configuration_llama import LlamaConfig
+
+DraftPolicy = Literal["fixed", "off"]
+
+
+@strict
+class HeteroSpecConfig(LlamaConfig):
+    """Configuration of an EAGLE-3 head.
+
+    Heads are published as one-layer Llama configs, so that is what this class reads and writes; the fields below
+    are what a head adds. Type errors raise `StrictDataclassFieldValidationError`.
+
+    Args:
+        vocab_size: size of the *target's* vocabulary.
+        draft_vocab_size: number of tokens the head can propose; `None` means the whole vocabulary.
+        target_hidden_size: width of the target's hidden states; `None` means `hidden_size`.
+        target_layer_ids: the hidden states the head reads, as indices into Hugging Face's `hidden_states` tuple
+            (0 is the embedding output). `None` means EAGLE-3's default `[2, L // 2, L - 3]` for an L-layer target.
+        norm_before_residual: whether the residual branch starts from the normed feature (speculators' layout).
+    """
+
+    num_hidden_layers: int = 1
+    draft_vocab_size: int | None = None
+    target_hidden_size: int | None = None
+    target_layer_ids: list[int] | None = None
+    norm_before_residual: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """A head's `head_dim * num_attention_heads` may differ from its hidden size, unlike a Llama's."""
+
+    def target_layers(self, num_target_layers: int) -> list[int]:
+        """Indices into the target's `hidden_states` tuple that the head reads, for a target of that many layers."""
+        return self.target_layer_ids or [2, num_target_layers // 2, num_target_layers - 3]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How one call drafts. `depth` counts the expansions after the first top-k, as EAGLE does: paths hold up to
+    `depth + 1` drafted tokens. `total_tokens` counts the root, so `total_tokens - 1` drafted nodes are verified."""
+
+    policy: str = "fixed"
+    depth: int = 5
+    top_k: int = 10
+    total_tokens: int = 60
+
+    def __post_init__(self) -> None:
+        if self.policy not in get_args(DraftPolicy):
+            raise ValueError(
+                f"`draft_policy` must be one of {', '.join(map(repr, get_args(DraftPolicy)))}; got {self.policy!r}."
+            )
+        for name, value, least in (
+            ("draft_depth", self.depth, 0),
+            ("draft_top_k", self.top_k, 1),
+            ("draft_total_tokens", self.total_tokens, 1),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}; got {value!r}.")
+
+    @classmethod
+    def resolve(cls, *generation_configs: GenerationConfig | None) -> DraftSettings:
+        """The `draft_*` fields of the configs given, the first that sets one wins; else the default.
+
+        Upstream may hand on a plain `GenerationConfig` with our attributes copied onto it, hence `getattr`.
+        """
+        settings: dict[str, Any] = {}
+        for config in generation_configs:
+            for name in cls.__dataclass_fields__:
+                if (value := getattr(config, f"draft_{name}", None)) is not None:
+                    settings.setdefault(name, value)
+        return cls(**settings)
+
+
+class HeteroSpecGenerationConfig(GenerationConfig):
+    """A `GenerationConfig` that also says how to draft. Unknown names raise instead of being swallowed.
+
+    Args:
+        draft_policy: `"fixed"` drafts the same tree every round, `"off"` decodes plainly.
+        draft_depth: expansions after the first top-k (EAGLE's `depth`).
+        draft_top_k: width of the beam, and children per node; 1 drafts a chain.
+        draft_total_tokens: nodes verified per target pass, the root included (EAGLE's `total_token`).
+        kwargs: every argument of `GenerationConfig`.
+
+    Raises:
+        ValueError: for a value out of range.
+        TypeError: for a name that is no generation parameter.
+    """
+
+    def __init__(
+        self,
+        *,
+        draft_policy: DraftPolicy | None = None,
+        draft_depth: int | None = None,
+        draft_top_k: int | None = None,
+        draft_total_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Set before `super().__init__`, which validates.
+        self.draft_policy = draft_policy
+        self.draft_depth = draft_depth
+        self.draft_top_k = draft_top_k
+        self.draft_total_tokens = draft_total_tokens
+        known = set(vars(GenerationConfig()))
+        if unknown := [name for name in kwargs if name not in known and not name.startswith("_")]:
+            raise TypeError(
+                f"HeteroSpecGenerationConfig knows no {', '.join(map(repr, unknown))}; it takes `draft_policy`, "
+                "`draft_depth`, `draft_top_k`, `draft_total_tokens` and every argument of GenerationConfig."
+            )
+        super().__init__(**kwargs)
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        DraftSettings.resolve(self)
+        super().validate(strict=strict, user_set_attributes=user_set_attributes)

@@ -1,0 +1,67 @@
+"""The tokens emitted so far, and everything `generate` promises per token: scores, stopping, streaming."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+
+class Choice(NamedTuple):
+    """The token the target emits after a node, and the processed scores it was chosen by, where there were any."""
+
+    token_id: int
+    scores: Tensor | None  # [1, vocab], fp32
+
+
+class Sequence:
+    """The growing text. `ids` is `[1, length]`; its last token has no row in the target's cache yet."""
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        *,
+        stopping_criteria: StoppingCriteriaList,
+        streamer: BaseStreamer | None,
+        generation_config: GenerationConfig,
+    ) -> None:
+        self.ids = input_ids
+        self.stopping_criteria, self.streamer = stopping_criteria, streamer
+        self.max_length = generation_config.max_length
+        self.finished = False
+        wanted = bool(generation_config.return_dict_in_generate)
+        self.scores = () if wanted and generation_config.output_scores else None
+        self.logits = () if wanted and generation_config.output_logits else None
+        self.hidden_states = () if wanted and generation_config.output_hidden_states else None
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_length - self.ids.shape[1]
+
+    def emit(self, choice: Choice, logits: Tensor, hidden_states: tuple[Tensor, ...] | None) -> None:
+        """Append one token. Sets `finished` when the text ends with it.
+
+        Args:
+            choice: the token.
+            logits: `[1, vocab]`, what it was chosen from, before the processors.
+            hidden_states: of the positions that led to it, per layer; recorded where the caller wants them.
+        """
+        if self.scores is not None:
+            self.scores += (self._keep(logits if choice.scores is None else choice.scores),)
+        if self.logits is not None:
+            self.logits += (self._keep(logits),)
+        if self.hidden_states is not None:
+            self.hidden_states += (hidden_states,)
+        token = self.ids.new_tensor([choice.token_id])
+        self.ids = torch.cat((self.ids, token[None]), dim=1)
+        self.finished = bool(self.stopping_criteria(self.ids, self.scores).all())
+        if self.streamer is not None:
+            self.streamer.put(token.cpu())
+
+    def _keep(self, row: Tensor) -> Tensor:
+        # A copy: a view would keep the logits of the whole tree alive.
+        return row.to(dtype=torch.float32, device=self.ids.device, copy=True)
