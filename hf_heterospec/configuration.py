@@ -1,7 +1,5 @@
 """Configurations: what a head is (`HeteroSpecConfig`), and how to draft and verify (`HeteroSpecGenerationConfig`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -35,6 +33,7 @@ class HeteroSpecConfig(LlamaConfig):
     norm_before_residual: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.tie_word_embeddings = False  # a head's output layer is its own, whatever its published config says
         self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         super().__post_init__(**kwargs)
@@ -74,7 +73,7 @@ class DraftSettings:
                 raise ValueError(f"`{name}` must be an integer of at least {least}; got {value!r}.")
 
     @classmethod
-    def resolve(cls, *generation_configs: GenerationConfig | None) -> DraftSettings:
+    def resolve(cls, *generation_configs: GenerationConfig | None) -> "DraftSettings":
         """The `draft_*` fields of the configs given, the first that sets one wins; else the default.
 
         Upstream may hand on a plain `GenerationConfig` with our attributes copied onto it, hence `getattr`.

@@ -64,7 +64,7 @@ def decode(
 
     with clock.measure("prefill"):
         prompt = target.prefill(input_ids)
-        accept(DraftTree.root_only(input_ids[0, :1]), prompt, chooser=chooser, sequence=sequence)
+        accept(DraftTree.root_only(input_ids.new_zeros(1)), prompt, chooser=chooser, sequence=sequence)
         drafter = HeteroSpecCandidateGenerator(head, model, settings=settings) if drafts else None
         if drafter is not None:
             drafter.observe_prompt(prompt.features, sequence.ids, *target.prompt_positions(prompt.features.shape[1]))
