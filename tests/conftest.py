@@ -55,7 +55,7 @@ def tiny_target(architecture: str = "llama", *, seed: int = 0, **overrides) -> A
 
 
 def tiny_head(target: AutoModelForCausalLM, *, seed: int = 0, **overrides) -> HeteroSpecHead:
-    """A random head. Its eight best of 16 tokens hold the target's next one every other time: some drafts are accepted."""
+    """A random head. Its eight best of 16 tokens hold the target's next one every other time."""
     config = target.config
     torch.manual_seed(seed)
     return HeteroSpecHead(

@@ -344,14 +344,14 @@ def test_batches_raise_one_clear_error(pair):
 
 def test_wrong_pairs_raise_one_clear_error(pair):
     """A head of another target gives garbage in other systems (EAGLE 258, vLLM 45669)."""
-    target, head = pair
+    target, _ = pair
     for other, message in (
         (tiny_head(tiny_target(hidden_size=64)), "hidden size 64"),
         (tiny_head(target, target_layer_ids=[2, 4, 9]), "target_layer_ids"),
     ):
         with pytest.raises(ValueError, match=message):
             target.generate(prompt_of(), assistant_model=other, max_new_tokens=5)
-    with pytest.raises(ValueError, match="vocab|tokenizers"):
+    with pytest.raises(ValueError, match="different tokenizers"):
         target.generate(prompt_of(), assistant_model=tiny_head(tiny_target(vocab_size=64)), max_new_tokens=5)
 
 

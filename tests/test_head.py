@@ -65,7 +65,7 @@ def test_a_pickle_that_runs_code_is_refused(folder, tmp_path):
 
     (folder / "model.safetensors").unlink()
     torch.save({"fc.weight": Malicious()}, folder / "pytorch_model.bin")
-    with pytest.raises(Exception, match="weights_only|[Uu]nsafe|Unsupported"):
+    with pytest.raises(Exception, match=r"(?i)weights_only"):
         HeteroSpecHead.from_pretrained(folder)
     assert folder.exists()
 
@@ -87,7 +87,7 @@ def test_loading_is_strict(folder, change, message):
 
 
 def test_no_fallback_for_a_missing_folder(tmp_path):
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="nothing"):
         HeteroSpecHead.from_pretrained(tmp_path / "nothing")
 
 

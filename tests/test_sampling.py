@@ -142,7 +142,7 @@ def walk_siblings(tree, scores, *, chooser, sequence, strike_refused):
     while True:
         processed = chooser.processors(sequence.ids, scores.logits[node][None].clone())
         p = processed.softmax(-1)[0]
-        for child, token in children[node]:
+        for child, token in children[node]:  # noqa: B007
             if torch.rand(()) < p[token]:
                 break
             if strike_refused:
@@ -191,27 +191,27 @@ def test_continuations_of_generate_have_the_targets_distribution(settings):
 
 
 def exact_continuations(target, input_ids, length, settings) -> dict:
-    probabilities = {}
+    probabilities, memory = {}, {}
     for tokens in itertools.product(range(6), repeat=length):
         mass = 1.0
         for position in range(length):
             prefix = torch.cat((input_ids, torch.tensor([tokens[:position]], dtype=torch.long)), dim=1)
-            mass *= next_token_probabilities(target, prefix, settings)[tokens[position]]
+            mass *= next_token_probabilities(target, prefix, settings, memory)[tokens[position]]
         probabilities[tokens] = mass
     return probabilities
 
 
-def next_token_probabilities(target, prefix, settings, _memory={}):
-    key = (id(target), tuple(prefix[0].tolist()), tuple(settings.items()))
-    if key not in _memory:
+def next_token_probabilities(target, prefix, settings, memory):
+    key = tuple(prefix[0].tolist())
+    if key not in memory:
         config = GenerationConfig(
             do_sample=True, max_new_tokens=1, output_scores=True, return_dict_in_generate=True, **settings
         )
         # With its mask: `generate` would take the pad ids of a bare prompt for padding.
         mask = torch.ones_like(prefix)
         scores = target.generate(prefix, attention_mask=mask, generation_config=config).scores[0]
-        _memory[key] = scores.softmax(-1)[0].tolist()
-    return _memory[key]
+        memory[key] = scores.softmax(-1)[0].tolist()
+    return memory[key]
 
 
 def test_no_mass_left_to_draw_from_is_no_error():
