@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, PreTrainedModel, TextStreamer
 
+from .exactness import first_difference
 from .head import HeteroSpecHead
 from .targets import load_default_head, load_default_target
 
@@ -49,13 +50,16 @@ def run(args: argparse.Namespace) -> int:
     say("\nDecoding the same prompt plainly ...")
     plain_ids, plain_seconds = _timed(model, inputs, None, max_new_tokens=args.max_new_tokens)
 
-    num_new = ids.shape[1] - inputs["input_ids"].shape[1]
+    prompt_length = inputs["input_ids"].shape[1]
+    num_new = ids.shape[1] - prompt_length
+    difference = first_difference(model, ids, plain_ids, prompt_length=prompt_length)
     result = {
         "equal": torch.equal(ids, plain_ids),
+        "first_difference": difference._asdict() if difference else None,
         "speedup": plain_seconds / seconds,
         "tau": statistics.tau,
         "tokens_per_second": num_new / seconds,
-        "plain_tokens_per_second": (plain_ids.shape[1] - inputs["input_ids"].shape[1]) / plain_seconds,
+        "plain_tokens_per_second": (plain_ids.shape[1] - prompt_length) / plain_seconds,
         "new_tokens": num_new,
         "verified_tokens": statistics.verified_tokens,
         "rounds": statistics.rounds,
@@ -76,8 +80,14 @@ def _timed(
 
 
 def _report(result: dict[str, Any]) -> str:
+    equal = "yes" if result["equal"] else "no"
+    if difference := result["first_difference"]:
+        equal += (
+            f" (new token {difference['position'] + 1}: the two candidates' logits differ by {difference['gap']:.3g} "
+            f"in a plain pass; see docs/exactness.md on rounding in {result['dtype']})"
+        )
     return (
-        f"\nequal: {'yes' if result['equal'] else 'no'}\n"
+        f"\nequal: {equal}\n"
         f"with the head: {result['tokens_per_second']:.1f} tokens/s, plain: "
         f"{result['plain_tokens_per_second']:.1f} tokens/s, speed-up {result['speedup']:.2f}x ({result['dtype']})\n"
         f"tau: {result['tau']:.2f} tokens per target pass, {result['rounds']} passes, "
