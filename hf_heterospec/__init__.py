@@ -8,6 +8,7 @@ from .decoding import HeteroSpecOutput
 from .drafting import HeteroSpecCandidateGenerator
 from .head import HeteroSpecHead
 from .integration import install, uninstall
+from .policy.repository import StratificationPolicy
 from .statistics import SpeculationStatistics
 from .tree import DraftTree
 
@@ -20,6 +21,7 @@ __all__ = [
     "HeteroSpecHead",
     "HeteroSpecOutput",
     "SpeculationStatistics",
+    "StratificationPolicy",
     "install",
     "uninstall",
 ]

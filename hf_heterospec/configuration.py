@@ -7,7 +7,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-DraftPolicy = Literal["fixed", "off"]
+DraftPolicy = Literal["throughput", "paper", "fixed", "off"]
+DraftCompile = Literal["auto", "never", "always"]
 
 
 @strict
@@ -54,23 +55,26 @@ class DraftSettings:
     """How one call drafts. `depth` counts the expansions after the first top-k, as EAGLE does: paths hold up to
     `depth + 1` drafted tokens. `total_tokens` counts the root, so `total_tokens - 1` drafted nodes are verified."""
 
-    policy: str = "fixed"
+    policy: DraftPolicy = "fixed"
     depth: int = 5
     top_k: int = 10
     total_tokens: int = 60
+    compile: DraftCompile = "auto"
 
     def __post_init__(self) -> None:
-        if self.policy not in get_args(DraftPolicy):
-            raise ValueError(
-                f"`draft_policy` must be one of {', '.join(map(repr, get_args(DraftPolicy)))}; got {self.policy!r}."
-            )
-        for name, value, least in (
+        for name, choice, allowed in (
+            ("draft_policy", self.policy, get_args(DraftPolicy)),
+            ("draft_compile", self.compile, get_args(DraftCompile)),
+        ):
+            if choice not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}; got {choice!r}.")
+        for name, number, least in (
             ("draft_depth", self.depth, 0),
             ("draft_top_k", self.top_k, 1),
             ("draft_total_tokens", self.total_tokens, 1),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` must be an integer of at least {least}; got {value!r}.")
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise ValueError(f"`{name}` must be an integer of at least {least}; got {number!r}.")
 
     @classmethod
     def resolve(cls, *generation_configs: GenerationConfig | None) -> "DraftSettings":
@@ -90,10 +94,15 @@ class HeteroSpecGenerationConfig(GenerationConfig):
     """A `GenerationConfig` that also says how to draft. Unknown names raise instead of being swallowed.
 
     Args:
-        draft_policy: `"fixed"` drafts the same tree every round, `"off"` decodes plainly.
-        draft_depth: expansions after the first top-k (EAGLE's `depth`).
+        draft_policy: `"fixed"` drafts the same tree every round, `"off"` decodes plainly. `"paper"` (HeteroSpec's
+            entropy strata) and `"throughput"` (most expected tokens per second) need a head that carries a fitted
+            policy; without one they draft the fixed tree, with a warning.
+        draft_depth: expansions after the first top-k (EAGLE's `depth`). `"throughput"` takes this and
+            `draft_total_tokens` as upper bounds, `"paper"` as the base tree its strata were fitted for.
         draft_top_k: width of the beam, and children per node; 1 drafts a chain.
         draft_total_tokens: nodes verified per target pass, the root included (EAGLE's `total_token`).
+        draft_compile: `"auto"` uses compiled passes as soon as there are some and has them built in the background
+            once a call is worth it, `"always"` waits for them, `"never"` leaves every pass eager.
         kwargs: every argument of `GenerationConfig`.
 
     Raises:
@@ -108,6 +117,7 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         draft_depth: int | None = None,
         draft_top_k: int | None = None,
         draft_total_tokens: int | None = None,
+        draft_compile: DraftCompile | None = None,
         **kwargs: Any,
     ) -> None:
         # Set before `super().__init__`, which validates.
@@ -115,11 +125,12 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         self.draft_depth = draft_depth
         self.draft_top_k = draft_top_k
         self.draft_total_tokens = draft_total_tokens
+        self.draft_compile = draft_compile
         known = set(vars(GenerationConfig()))
         if unknown := [name for name in kwargs if name not in known and not name.startswith("_")]:
             raise TypeError(
                 f"HeteroSpecGenerationConfig knows no {', '.join(map(repr, unknown))}; it takes `draft_policy`, "
-                "`draft_depth`, `draft_top_k`, `draft_total_tokens` and every argument of GenerationConfig."
+                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile` and every argument of GenerationConfig."
             )
         super().__init__(**kwargs)
 

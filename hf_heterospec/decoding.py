@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from .acceptance import TokenChooser, accept
 from .configuration import DraftSettings
-from .drafting import HeteroSpecCandidateGenerator
+from .drafting import HeteroSpecCandidateGenerator, choose_policy
+from .graphs import graphs_for
 from .head import HeteroSpecHead
+from .policy.rounds import OFF
 from .sequence import Sequence
 from .statistics import SpeculationStatistics, Stopwatch
 from .target import Target, with_room_for_trees
@@ -50,12 +52,17 @@ def decode(
         `[1, new_length]` ids, or with `return_dict_in_generate=True` a `HeteroSpecOutput`.
     """
     settings = DraftSettings.resolve(generation_config, head.generation_config)
-    drafts = settings.policy != "off"
+    drafts = settings.policy != OFF
+    graphs, status = graphs_for(model, head, settings.compile)
+    compiled = graphs is not None and graphs.is_ready
+    policy = choose_policy(head, settings, model.device, compiled=compiled) if drafts else None
+    if policy is not None:  # its largest tree is what there must be room for
+        settings = replace(settings, depth=policy.max_levels - 1, total_tokens=policy.max_nodes)
     layer_ids = head.layers_of(model) if drafts else []
     model_kwargs["cache"] = with_room_for_trees(
         model, model_kwargs["cache"], max_length=generation_config.max_length, num_nodes=settings.total_tokens
     )
-    target = Target(model, model_kwargs, layer_ids=layer_ids, generation_config=generation_config)
+    target = Target(model, model_kwargs, layer_ids=layer_ids, generation_config=generation_config, graphs=graphs)
     sequence = Sequence(
         input_ids, stopping_criteria=stopping_criteria, streamer=streamer, generation_config=generation_config
     )
@@ -64,9 +71,11 @@ def decode(
 
     with clock.measure("prefill"):
         prompt = target.prefill(input_ids)
+        statistics.graphs = target.describe_passes(status)
         accept(DraftTree.root_only(input_ids.new_zeros(1)), prompt, chooser=chooser, sequence=sequence)
-        drafter = HeteroSpecCandidateGenerator(head, model, settings=settings) if drafts else None
-        if drafter is not None:
+        drafter = None
+        if drafts:
+            drafter = HeteroSpecCandidateGenerator(head, model, settings=settings, policy=policy, graphs=graphs)
             drafter.observe_prompt(prompt.features, sequence.ids, *target.prompt_positions(prompt.features.shape[1]))
 
     with clock.measure("decode"):
@@ -82,12 +91,15 @@ def decode(
             if drafter is not None and not sequence.finished:
                 with clock.measure("head"):
                     drafter.observe_accepted(scores.features, path, sequence.ids)
-            statistics.record_round(tree, accepted=len(path) - 1, tier=settings.policy if tree.num_levels else "off")
+            tier = OFF if drafter is None else drafter.tier
+            statistics.record_round(tree, accepted=len(path) - 1, tier=tier)
 
     if streamer is not None:
         streamer.end()
     cache = target.finish()
     statistics.record_time(clock.seconds())
+    if graphs is not None:
+        graphs.count_eager(clock.seconds().get("decode", 0.0))
     head.last_statistics = statistics
     if not generation_config.return_dict_in_generate:
         return sequence.ids

@@ -19,7 +19,7 @@ PROMPT = "Write a Python function that checks whether a number is prime, and exp
 WARM_UP_TOKENS = 8
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parsers(subparsers: Any) -> None:
     parser = subparsers.add_parser("demo", help="decode a prompt with and without the shipped head, and compare")
     parser.add_argument("--prompt", default=PROMPT, help="what to ask SmolLM2-135M-Instruct")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids, seconds = _timed(model, inputs, head, max_new_tokens=args.max_new_tokens, streamer=streamer)
     statistics = head.last_statistics
+    assert statistics is not None
     say("\nDecoding the same prompt plainly ...")
     plain_ids, plain_seconds = _timed(model, inputs, None, max_new_tokens=args.max_new_tokens)
 
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         "verified_tokens": statistics.verified_tokens,
         "rounds": statistics.rounds,
         "tiers": dict(statistics.tiers),
+        "graphs": statistics.graphs,
         "dtype": args.dtype,
         "answer": tokenizer.decode(ids[0, -num_new:], skip_special_tokens=True),
     }
@@ -92,5 +94,6 @@ def _report(result: dict[str, Any]) -> str:
         f"{result['plain_tokens_per_second']:.1f} tokens/s, speed-up {result['speedup']:.2f}x ({result['dtype']})\n"
         f"tau: {result['tau']:.2f} tokens per target pass, {result['rounds']} passes, "
         f"{result['verified_tokens']} tokens verified for {result['new_tokens']} new ones\n"
-        f"tiers: {', '.join(f'{name} {count}' for name, count in result['tiers'].items())}"
+        f"tiers: {', '.join(f'{name} {count}' for name, count in result['tiers'].items())}; "
+        f"passes {result['graphs']}"
     )

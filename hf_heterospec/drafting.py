@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.utils import logging
 
+from .beam import Level, read_back
 from .configuration import DraftSettings
-from .head import HeteroSpecHead, gather_features
+from .graphs import Graphs
+from .head import HeadOutput, HeteroSpecHead, gather_features
+from .policy.repository import PolicyMismatchError
+from .policy.rounds import OFF, DraftView, FixedRounds, RoundPolicy
 from .tree import Candidates, DraftLimits, DraftTree
+
+logger = logging.get_logger(__name__)
+
+
+def choose_policy(
+    head: HeteroSpecHead, settings: DraftSettings, device: torch.device, *, compiled: bool
+) -> RoundPolicy:
+    """The policy for one call. Where the head's fit can't serve it, the fixed tree, with a warning."""
+    tree = {"depth": settings.depth, "top_k": settings.top_k, "num_nodes": settings.total_tokens}
+    if settings.policy == "fixed":
+        return FixedRounds(settings.depth + 1, settings.total_tokens)
+    try:
+        if head.policy is None:
+            raise PolicyMismatchError("The head carries no policy; fit one with `heterospec fit-policy`.")
+        passes = "compiled" if compiled else "eager"
+        return head.policy.rounds(settings.policy, **tree, device=device.type, passes=passes)
+    except PolicyMismatchError as error:
+        logger.warning_once(f"draft_policy={settings.policy!r} drafts a fixed tree here. {error}")
+        return FixedRounds(settings.depth + 1, settings.total_tokens)
 
 
 class HeteroSpecCandidateGenerator(CandidateGenerator):
@@ -31,41 +57,59 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         head: the head; it is moved to the device and dtype of the target's embeddings.
         model: the target, whose embeddings the head borrows.
         settings: depth, width and size of the tree.
+        policy: decides each round's levels and nodes; `None` drafts the tree of `settings` every time.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, head: HeteroSpecHead, model: PreTrainedModel, *, settings: DraftSettings) -> None:
+    def __init__(
+        self,
+        head: HeteroSpecHead,
+        model: PreTrainedModel,
+        *,
+        settings: DraftSettings,
+        policy: RoundPolicy | None = None,
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.graphs = graphs
         self.target_layer_ids = head.layers_of(model)
         self.embeddings = model.get_input_embeddings()
         weight = self.embeddings.weight
         self.head = head.to(device=weight.device, dtype=weight.dtype)
         self.settings = settings
+        self._fixed = FixedRounds(settings.depth + 1, settings.total_tokens)
+        self.policy = policy or self._fixed
+        self.tier = OFF  # what the last round drafted
         self.cache = head.new_cache()
         self.next_position = torch.zeros(1, dtype=torch.long, device=weight.device)
-        self.last_hidden: Tensor | None = None  # [1, 1, hidden], of the newest pair
+        self.last: HeadOutput | None = None  # of the newest pair: [1, 1, hidden] and [1, draft_vocab]
+        self._unseen: list[tuple[Tensor, Tensor]] = []  # pairs the head has yet to observe
 
-    def observe(self, features: Tensor, next_ids: Tensor, position_ids: Tensor) -> None:
+    def observe(self, features: Tensor, next_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Append pairs to the head's stable cache, replacing whatever the last tree left there.
 
         Args:
             features: `[1, length, 3 * target_hidden]`, the target's.
             next_ids: `[1, length]`, for each feature the token after it.
             position_ids: `[1, length]`, the features' positions.
+
+        Returns:
+            `[1, length, hidden]`, the head's outputs; it drafts from the last one.
         """
         length, start = features.shape[1], self.cache.length
         mask = None if start == 0 else _causal_mask(length, start, features)
-        hidden = self.head(
-            self.embeddings(next_ids),
-            self.head.fc(features),
-            position_ids=position_ids,
-            cache=self.cache,
-            start=start,
-            mask=mask,
-        )
+        hidden, log_probs = self._run("read", next_ids, features, position_ids=position_ids, start=start, mask=mask)
         self.cache.length += length
-        self.last_hidden = hidden[:, -1:]
+        self.last = HeadOutput(hidden[:, -1:], log_probs)
         self.next_position = position_ids[0, -1:] + 1
+        return hidden
+
+    def rewind(self, length: int, hidden: Tensor) -> None:
+        """Stand where only the first `length` pairs were observed; `hidden` is `observe`'s output at the last of them,
+        `[1, 1, hidden]`. The next draft overwrites the rows that follow."""
+        self.cache.length = length
+        self.last = HeadOutput(hidden, self.head.log_probs(hidden[0]))
+        self.next_position = self.next_position * 0 + length
 
     def observe_prompt(self, features: Tensor, ids: Tensor, position_ids: Tensor, is_token: Tensor) -> None:
         """Take in the prompt and the first token after it.
@@ -82,70 +126,130 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         self.observe(features[:, -known:][:, real], next_ids[:, real], position_ids[:, -known:][:, real])
 
     def observe_accepted(self, features: Tensor, path: list[int], ids: Tensor) -> None:
-        """Replace the last tree by its accepted `path`, with the target's features of its nodes.
+        """Take in the accepted `path` of the last tree, with the target's features of its nodes.
+
+        The head catches up when it drafts next: rounds without drafts cost it nothing, and one pass takes them all.
 
         Args:
             features: `[1, num_nodes, 3 * target_hidden]`, of the verified tree.
             ids: `[1, length]`, ending in the tokens emitted after the nodes of `path`.
         """
-        length = len(path)
-        position_ids = self.next_position + torch.arange(length, device=features.device)
         nodes = torch.tensor(path, device=features.device)
-        self.observe(features[:, nodes], ids[:, -length:].to(features.device), position_ids[None])
+        self._unseen.append((features[:, nodes], ids[:, -len(path) :].to(features.device)))
+        self.policy.end(accepted=len(path) - 1)
+
+    def _catch_up(self) -> None:
+        if not self._unseen:
+            return
+        features, next_ids = (torch.cat(parts, dim=1) for parts in zip(*self._unseen, strict=True))
+        position_ids = self.next_position + torch.arange(next_ids.shape[1], device=next_ids.device)
+        self.observe(features, next_ids, position_ids[None])
+        self._unseen.clear()
 
     def propose(self, root: Tensor, limits: DraftLimits) -> DraftTree:
-        """Draft the tree under `root` (`[1]`, the token of the newest observed pair), within `limits`."""
-        num_levels = min(self.settings.depth + 1, limits.num_levels)
-        num_nodes = min(self.settings.total_tokens, limits.num_nodes)
+        """Draft the tree under `root` (`[1]`, the token of the newest observed pair), within `limits`.
+
+        The policy decides how many levels and nodes; `tier` says what it chose. Each of its decisions reads the
+        values drafted since the last one back from the device, in one transfer.
+        """
+        max_levels, max_nodes = limits.num_levels, limits.num_nodes
         width = min(self.settings.top_k, limits.width)
-        if num_levels < 1 or num_nodes < 2 or width < 1:
+        # A fit holds for one width: where the target takes only a chain, the chain has a fixed length.
+        policy = self.policy if width == self.settings.top_k else self._fixed
+        step = policy.begin(max_levels=max_levels, max_nodes=max_nodes)
+        if min(step.num_levels, max_levels, width) < 1 or max_nodes < 2:
+            self.tier = OFF
             return DraftTree.root_only(root)
-        return DraftTree.best_of(root, self.draft_levels(num_levels, width=width), num_nodes)
+        self._catch_up()
+        levels: list[Level] = []
+        unread: list[Level] = []
+        draft = DraftView()
+        for level in self.draft(width=width):
+            levels.append(level)
+            unread.append(level)
+            if len(levels) < min(step.num_levels, max_levels):
+                continue
+            if step.num_nodes is None:
+                read_back(unread, draft, num_values=max_nodes - 1, quantifier=policy.quantifier)
+                step = policy.decide(draft)
+            if step.num_nodes is not None and len(levels) >= min(step.num_levels, max_levels):
+                break
+        self.tier = step.tier
+        assert step.num_nodes is not None
+        if step.num_nodes < 2:
+            return DraftTree.root_only(root)
+        return DraftTree.best_of(root, [level.candidates for level in levels], min(step.num_nodes, max_nodes))
 
     def draft_levels(self, num_levels: int, *, width: int) -> list[Candidates]:
         """Draft a beam of `width` k for `num_levels` levels. The first holds k nodes, every further one k * k."""
+        return [level.candidates for level in islice(self.draft(width=width), num_levels)]
+
+    def draft(self, *, width: int) -> Iterator[Level]:
+        """Draft a beam of `width` k, level by level, for as long as it is asked to."""
         width = min(width, self.head.config.draft_vocab_size)
-        values, draft_ids = self.head.log_probs(self.last_hidden[0]).topk(width)  # [1, k]
-        level = Candidates(
-            token_ids=self.head.draft_to_target(draft_ids[0]),
-            parents=draft_ids.new_full((width,), -1),
-            depths=draft_ids.new_ones(width),
-            values=values[0],
+        quantifier = self.policy.quantifier
+        assert self.last is not None, "observe comes before drafting"
+        log_probs, draft_ids = self.last.log_probs.topk(width)  # [1, k]
+        paths = log_probs.new_zeros(1)  # H of the path to each parent
+        level = Level(
+            Candidates(
+                token_ids=self.head.draft_to_target(draft_ids[0]),
+                parents=draft_ids.new_full((width,), -1),
+                depths=draft_ids.new_ones(width),
+                values=log_probs[0],
+            ),
+            width=width,
+            entropies=None if quantifier is None else quantifier.extend(paths, log_probs, level=1),
         )
-        levels, first_index = [level], 0
-        beam = torch.arange(width, device=draft_ids.device)  # places in the newest level
-        hidden = self.last_hidden.expand(1, width, -1)
+        yield level
+        first_index, rows = 0, torch.zeros_like(draft_ids[0])
+        hidden = self.last.hidden.expand(1, width, -1)
         own = torch.zeros(width, 0, dtype=torch.bool, device=draft_ids.device)  # ancestors of each beam entry
-        for depth in range(1, num_levels):
+        for depth in count(1):
+            beam = level.beam  # [k], places in the newest level
+            rows = beam // width if depth > 1 else rows  # which parent each beam entry descends from
+            if depth > 1:
+                hidden, own = hidden[:, rows], own[rows]
             own = torch.cat((own, torch.eye(width, dtype=torch.bool, device=own.device)), dim=1)
-            hidden = self._expand(level.token_ids[beam], hidden, own, depth)
-            log_probs, draft_ids = self.head.log_probs(hidden[0]).topk(width)  # [k, k]
+            hidden, scores = self._expand(level.candidates.token_ids[beam], hidden, own, depth)
+            log_probs, draft_ids = scores.topk(width)  # [k, k]
             children = Candidates(
                 token_ids=self.head.draft_to_target(draft_ids).flatten(),
                 parents=(first_index + beam).repeat_interleave(width),
                 depths=draft_ids.new_full((width * width,), depth + 1),
-                values=(level.values[beam, None] + log_probs).flatten(),
+                values=(level.candidates.values[beam, None] + log_probs).flatten(),
             )
-            first_index += level.token_ids.shape[0]
-            levels.append(children)
-            level = children
-            beam = level.values.sort(descending=True, stable=True).indices[:width]
-            rows = beam // width  # which beam entry each new one descends from
-            hidden, own = hidden[:, rows], own[rows]
-        return levels
+            entropies = None
+            if quantifier is not None and level.entropies is not None:
+                entropies = quantifier.extend(level.entropies[rows], log_probs, level=depth + 1)
+            first_index += level.candidates.token_ids.shape[0]
+            level = Level(children, width=width, entropies=entropies)
+            yield level
 
-    def _expand(self, token_ids: Tensor, features: Tensor, own: Tensor, depth: int) -> Tensor:
-        """The head's pass over one level of the beam, `[1, k, hidden]`; its rows go behind the stable ones."""
+    def _expand(self, token_ids: Tensor, features: Tensor, own: Tensor, depth: int) -> HeadOutput:
+        """The head's pass over one level of the beam, k wide; its rows go behind the stable ones."""
         width, length = token_ids.shape[0], self.cache.length
         sees_context = torch.ones(width, length, dtype=torch.bool, device=own.device)
-        return self.head(
-            self.embeddings(token_ids[None]),
+        return self._run(
+            "expand",
+            token_ids[None],
             features,
             position_ids=(self.next_position + depth - 1).expand(1, width),
-            cache=self.cache,
             start=length + (depth - 1) * width,
             mask=_additive(torch.cat((sees_context, own), dim=1), features.dtype),  # [k, length + depth * k]
         )
+
+    def _run(
+        self, name: str, token_ids: Tensor, features: Tensor, *, position_ids: Tensor, start: int, mask: Tensor | None
+    ) -> HeadOutput:
+        """`head.read` or `head.expand`, compiled once the graphs are ready."""
+        if self.graphs is None or not self.graphs.is_ready or mask is None:
+            run = getattr(self.head, name)
+            attention = {"position_ids": position_ids, "cache": self.cache, "start": start, "mask": mask}
+            return run(self.embeddings, token_ids, features, **attention)
+        buffers = self.cache.reserve(start + token_ids.shape[1])
+        place = torch.tensor(start, device=mask.device)
+        return HeadOutput(*self.graphs.run(name, token_ids, features, position_ids, mask, place, *buffers))
 
     # transformers' own loop
 

@@ -12,8 +12,9 @@ Nothing here knows about trees. The computation, for feature g at position t and
 
 from __future__ import annotations
 
+import hashlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,23 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
     apply_rotary_pos_emb,
 )
+from transformers.utils import logging
 
 from .configuration import HeteroSpecConfig, HeteroSpecGenerationConfig
+from .policy.repository import StratificationPolicy
 from .statistics import SpeculationStatistics
+
+logger = logging.get_logger(__name__)
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 LOADING_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+class HeadOutput(NamedTuple):
+    """What one pass of the head says."""
+
+    hidden: Tensor  # [1, length, hidden], before the final norm: the features of the next tokens
+    log_probs: Tensor  # [rows, draft_vocab] fp32: of the last row after `read`, of every row after `expand`
 
 
 class DraftCache:
@@ -45,11 +57,16 @@ class DraftCache:
     def write(self, keys: Tensor, values: Tensor, *, start: int) -> tuple[Tensor, Tensor]:
         """Write rows from `start` on (mutates the cache) and return views of all rows up to their end."""
         end = start + keys.shape[2]
-        if end > self.keys.shape[2]:
-            self._grow(end)
+        self.reserve(end)
         self.keys[:, :, start:end] = keys
         self.values[:, :, start:end] = values
         return self.keys[:, :, :end], self.values[:, :, :end]  # [1, num_kv_heads, end, head_dim]
+
+    def reserve(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Make room for `num_rows` in all; returns all keys and values, `[1, num_kv_heads, capacity, head_dim]`."""
+        if num_rows > self.keys.shape[2]:
+            self._grow(num_rows)
+        return self.keys, self.values
 
     def _grow(self, needed: int) -> None:
         capacity = -(-needed * 3 // 2 // 256) * 256  # half as much again, in blocks of 256 rows
@@ -58,6 +75,18 @@ class DraftCache:
             new = old.new_zeros(1, old.shape[1], capacity, old.shape[3])
             new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
+
+
+class ExactRotaryEmbedding(LlamaRotaryEmbedding):
+    """Keeps its frequencies in fp32 when the head is cast: rounded to bf16, they turn position 1000 by a radian."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ExactRotaryEmbedding:
+        exact = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in list(self.named_buffers()):
+            if not exact[name].is_meta:
+                setattr(self, name, exact[name].to(buffer.device))
+        return self
 
 
 class EagleAttention(nn.Module):
@@ -147,19 +176,22 @@ class HeteroSpecHead(PreTrainedModel):
 
     def __init__(self, config: HeteroSpecConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(3 * config.target_hidden_size, config.hidden_size, bias=False)
+        target_hidden_size, draft_vocab_size = config.target_hidden_size, config.draft_vocab_size
+        assert target_hidden_size is not None and draft_vocab_size is not None  # the config fills them in
+        self.fc = nn.Linear(3 * target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.lm_head = nn.Linear(config.hidden_size, draft_vocab_size, bias=False)
+        self.rotary_emb = ExactRotaryEmbedding(config)
         # Target id minus draft id, per draft id.
-        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.register_buffer("d2t", torch.zeros(draft_vocab_size, dtype=torch.long))
         self.generation_config: GenerationConfig | None = None
+        self._policy: StratificationPolicy | None = None
         self.last_statistics: SpeculationStatistics | None = None
         self.post_init()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> HeteroSpecHead:
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Load a head from a folder or a Hub repository, strictly.
 
         Raises:
@@ -180,6 +212,7 @@ class HeteroSpecHead(PreTrainedModel):
             )
         head.check_draft_vocabulary()
         head.generation_config = _load_generation_config(pretrained_model_name_or_path, kwargs)
+        _load_policy(pretrained_model_name_or_path, kwargs, head)
         return (head, info) if want_info else head
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
@@ -187,6 +220,31 @@ class HeteroSpecHead(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
+        if self.policy is not None:
+            self.policy.save_pretrained(save_directory)
+
+    @property
+    def policy(self) -> StratificationPolicy | None:
+        """What was fitted for this head, for `draft_policy="paper"` and `"throughput"`.
+
+        Setting a policy that was fitted for other weights raises ValueError.
+        """
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: StratificationPolicy | None) -> None:
+        if policy is not None and policy.head.fingerprint != (ours := self.fingerprint()):
+            raise ValueError(
+                f"The policy was fitted for a head with fingerprint {policy.head.fingerprint}; this one has {ours}. "
+                "Fit one for these weights with `heterospec fit-policy`."
+            )
+        self._policy = policy
+
+    def fingerprint(self) -> str:
+        """Tells this head's weights from another's, whatever dtype and device they are in: 16 hex digits."""
+        weights = torch.cat([self.fc.weight.flatten(), self.norm.weight.flatten()]).detach()
+        numbers = weights.to(device="cpu", dtype=torch.bfloat16).view(torch.int16).numpy()
+        return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -260,6 +318,21 @@ class HeteroSpecHead(PreTrainedModel):
         rotary = self.rotary_emb(features, position_ids)
         return self.midlayer(embeddings, features, rotary, cache=cache, start=start, mask=mask)
 
+    def read(self, embeddings: nn.Module, token_ids: Tensor, features: Tensor, **attention: Any) -> HeadOutput:
+        """Take in `token_ids` `[1, length]` with the target's features before them, `[1, length, 3 * target_hidden]`.
+
+        Args:
+            embeddings: the target's.
+            attention: `position_ids`, `cache`, `start` and `mask` of `forward`.
+        """
+        hidden = self(embeddings(token_ids), self.fc(features), **attention)
+        return HeadOutput(hidden, self.log_probs(hidden[0, -1:]))
+
+    def expand(self, embeddings: nn.Module, token_ids: Tensor, features: Tensor, **attention: Any) -> HeadOutput:
+        """Go on from drafted `token_ids` `[1, length]`, with the head's own `features` before them."""
+        hidden = self(embeddings(token_ids), features, **attention)
+        return HeadOutput(hidden, self.log_probs(hidden[0]))
+
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Draft log-probabilities q in fp32, `[..., draft_vocab]`, for outputs of `forward`, `[..., hidden]`."""
         return self.lm_head(self.norm(hidden)).float().log_softmax(dim=-1)
@@ -276,3 +349,15 @@ def _load_generation_config(location: Any, kwargs: dict[str, Any]) -> Generation
         return HeteroSpecGenerationConfig.from_pretrained(location, **hub_kwargs)
     except OSError:  # the repository has none
         return None
+
+
+def _load_policy(location: Any, kwargs: dict[str, Any], head: HeteroSpecHead) -> None:
+    """Give the head its repository's policy, if there is one. One that cannot serve it is left out with a warning:
+    what that changes is speed, never the output."""
+    hub_kwargs = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    try:
+        head.policy = StratificationPolicy.from_pretrained(location, **hub_kwargs)
+    except OSError:  # the repository has none
+        return
+    except ValueError as error:
+        logger.warning(f"The head is loaded without the policy of its repository. {error}")

@@ -38,7 +38,7 @@ def install() -> None:
         ("_assisted_decoding", _wrap_assisted_decoding),
         ("_validate_generation_mode", _wrap_validate_generation_mode),
     ):
-        original = getattr(GenerationMixin, name, None)
+        original: Any = getattr(GenerationMixin, name, None)
         if hasattr(original, "__heterospec_original__"):
             continue
         found = list(inspect.signature(original).parameters) if original is not None else None
@@ -47,7 +47,7 @@ def install() -> None:
                 f"hf_heterospec needs `GenerationMixin.{name}({', '.join(KNOWN_PARAMETERS[name])})`; transformers "
                 f"{transformers.__version__} has {found}. Install transformers 5.24, or a newer hf_heterospec."
             )
-        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped: Any = functools.wraps(original)(wrapper(original))
         wrapped.__heterospec_original__ = original
         setattr(GenerationMixin, name, wrapped)
 

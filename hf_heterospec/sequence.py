@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +33,9 @@ class Sequence:
         self.max_length = generation_config.max_length
         self.finished = False
         wanted = bool(generation_config.return_dict_in_generate)
-        self.scores = () if wanted and generation_config.output_scores else None
-        self.logits = () if wanted and generation_config.output_logits else None
-        self.hidden_states = () if wanted and generation_config.output_hidden_states else None
+        self.scores: tuple[Tensor, ...] | None = () if wanted and generation_config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if wanted and generation_config.output_logits else None
+        self.hidden_states: tuple[Any, ...] | None = () if wanted and generation_config.output_hidden_states else None
 
     @property
     def num_remaining(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -25,6 +25,7 @@ class SpeculationStatistics:
         accepted_at_depth: how many rounds accepted at least d drafted tokens, for d = 1, 2, ...
         drafted_at_depth: how many rounds drafted at least d levels.
         tiers: how many rounds each tier served.
+        graphs: `"compiled"`, or `"eager: "` and why.
         seconds: `"head"`, `"target"` and `"other"` of the decoding loop, and `"prefill"`, which comes before it.
     """
 
@@ -34,6 +35,7 @@ class SpeculationStatistics:
     accepted_at_depth: list[int] = field(default_factory=list)
     drafted_at_depth: list[int] = field(default_factory=list)
     tiers: Counter[str] = field(default_factory=Counter)
+    graphs: str = "eager"
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -78,7 +80,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager

@@ -20,13 +20,15 @@ from transformers.cache_utils import (
 from transformers.utils import logging
 
 from .configuration import DraftSettings
+from .graphs import Graphs
 from .head import gather_features
+from .rows import RowStore, StoredLayer
 from .tree import DraftLimits, DraftTree
 
 logger = logging.get_logger(__name__)
 
 # Layers whose rows can be moved one by one, and attentions that take an additive mask.
-TREE_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+TREE_CACHE_LAYERS = (DynamicLayer, StoredLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 TREE_ATTENTIONS = ("eager", "sdpa")
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -35,7 +37,7 @@ class TargetPass(NamedTuple):
     """What one forward pass says at each of its positions."""
 
     logits: Tensor  # [length, vocab]; of the last position only after a prefill
-    features: Tensor | None  # [1, length, 3 * target_hidden], what the head reads
+    features: Tensor  # [1, length, 3 * target_hidden], what the head reads; empty where nothing is drafted
     hidden_states: tuple[Tensor, ...] | None  # [1, length, target_hidden] per layer, where the caller asked for them
 
     def hidden_at(self, node: int) -> tuple[Tensor, ...] | None:
@@ -53,6 +55,7 @@ class Target:
         model_kwargs: what `generate` prepared for its forward: cache, attention mask, position ids and the rest.
         layer_ids: hidden states the head reads; none when nothing is drafted.
         generation_config: for the prefill, and to know whether the caller wants hidden states.
+        graphs: compiled passes, used as soon as they are ready.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class Target:
         *,
         layer_ids: list[int],
         generation_config: GenerationConfig,
+        graphs: Graphs | None = None,
     ) -> None:
         self.model = model
+        self.graphs = graphs
+        self.store: RowStore | None = None  # the cache's rows, where the cache allows
         self.layer_ids = layer_ids
         self.generation_config = generation_config
         self.wants_hidden_states = bool(generation_config.output_hidden_states)
@@ -85,6 +91,7 @@ class Target:
         # From here on rejected rows are rolled back, so layers with a window must keep what they would drop.
         self._recording = [(layer, layer.record_past) for layer in self.cache.layers if hasattr(layer, "record_past")]
         self.cache.activate_past_recording()
+        self.store = RowStore.adopt(self.cache)
         return self._read(outputs, outputs.logits[0, -1:])
 
     def prompt_positions(self, length: int) -> tuple[Tensor, Tensor]:
@@ -132,6 +139,11 @@ class Target:
 
     def verify(self, tree: DraftTree) -> TargetPass:
         """One pass over all nodes of `tree`. Appends their rows to the cache; `commit` must follow."""
+        if self.store is not None:
+            self.store.reserve(self.cached_length + tree.num_nodes)
+            if self.graphs is not None and self.is_compiled:
+                return self._verify_compiled(tree, self.graphs, self.store)
+            self.store.show(self.cached_length)
         kwargs = dict(self.model_kwargs)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + tree.depths
@@ -145,6 +157,34 @@ class Target:
         outputs = self.model(**inputs, return_dict=True)
         return self._read(outputs, outputs.logits[0])
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the next `verify` runs a compiled graph."""
+        ready = self.graphs is not None and self.graphs.is_ready and self.store is not None
+        return ready and not self.wants_hidden_states and self.model_kwargs.get("position_ids") is not None
+
+    def describe_passes(self, status: str) -> str:
+        """`status` of the graphs, or why this call cannot use them although they are ready."""
+        if self.graphs is None or not self.graphs.is_ready or self.is_compiled:
+            return status
+        cache = type(self.cache).__name__
+        return (
+            f"eager: compiled passes take no {cache}"
+            if self.store is None
+            else "eager: the call asks for hidden states"
+        )
+
+    def _verify_compiled(self, tree: DraftTree, graphs: Graphs, store: RowStore) -> TargetPass:
+        logits, features = graphs.run(
+            "target",
+            tree.token_ids[None],
+            self.model_kwargs["position_ids"][:, -1:] + tree.depths,
+            self._tree_mask(tree),
+            torch.tensor(self.cached_length, device=tree.token_ids.device),
+            *store.parts(),
+        )
+        return TargetPass(logits, features, None)
+
     def _tree_mask(self, tree: DraftTree) -> Tensor:
         """Additive `[1, 1, num_nodes, columns]`: a node sees the context, its ancestors and itself.
 
@@ -157,7 +197,7 @@ class Target:
             c        x   x   x   x . x
         """
         num_nodes, start = tree.num_nodes, self.cached_length
-        columns, _ = self.cache.get_mask_sizes(num_nodes, 0)
+        columns = start + num_nodes if self.store is not None else self.cache.get_mask_sizes(num_nodes, 0)[0]
         device, dtype = tree.token_ids.device, self.model.dtype
         seen = torch.zeros(num_nodes, columns, dtype=torch.bool, device=device)
         context = self.model_kwargs.get("attention_mask")
@@ -168,7 +208,14 @@ class Target:
 
     def commit(self, path: list[int], num_nodes: int) -> None:
         """Keep the rows of the accepted nodes, in order, and drop the other rows of the last `verify`."""
-        if path != list(range(len(path))):
+        is_in_place = path == list(range(len(path)))
+        if self.store is not None:
+            if not is_in_place:
+                self.store.move(
+                    torch.tensor(path, device=self.store.buffer.device) + self.cached_length, self.cached_length
+                )
+            self.store.length = self.cached_length + len(path)
+        elif not is_in_place:
             for layer in self.cache.layers:
                 if not layer.is_initialized:  # shares another layer's rows
                     continue
@@ -176,20 +223,23 @@ class Target:
                 kept = slice(self.cached_length, self.cached_length + len(path))
                 layer.keys[:, :, kept] = layer.keys[:, :, rows]
                 layer.values[:, :, kept] = layer.values[:, :, rows]
-        self.cache.crop(len(path) - num_nodes)
+        if self.store is None:
+            self.cache.crop(len(path) - num_nodes)
         self.cached_length += len(path)
         self.model_kwargs = self.model._update_model_kwargs_for_generation(
             {}, self.model_kwargs, num_new_tokens=len(path)
         )
 
     def finish(self) -> Cache:
-        """Leave the cache as plain `generate` would: window layers stop recording."""
+        """Leave the cache as plain `generate` would: as long as the text, and window layers stop recording."""
+        if self.store is not None:
+            self.store.show(self.cached_length)
         for layer, was_recording in self._recording:
             layer.record_past = was_recording
         return self.cache
 
     def _read(self, outputs: Any, logits: Tensor) -> TargetPass:
-        features = None
+        features = logits.new_empty(0)
         if self.layer_ids:
             features = gather_features(outputs.hidden_states, self.layer_ids, self.model.device)
         return TargetPass(logits, features, outputs.hidden_states if self.wants_hidden_states else None)

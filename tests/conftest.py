@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_heterospec import HeteroSpecConfig, HeteroSpecGenerationConfig, HeteroSpecHead
+from hf_heterospec.graphs import running
 from hf_heterospec.targets import load_default_head, load_default_target
 
 DATA = Path(__file__).parent / "data"
@@ -88,6 +89,12 @@ def draft_config(**kwargs) -> HeteroSpecGenerationConfig:
         **{"do_sample": False, "max_new_tokens": 24, "draft_depth": 3, "draft_top_k": 8, "draft_total_tokens": 40}
         | kwargs
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_build_in_the_background(monkeypatch):
+    """Tests decide themselves when something is compiled; two cores are too few for a build beside them."""
+    monkeypatch.setattr(running, "BUILD_AFTER_SECONDS", float("inf"))
 
 
 @pytest.fixture

@@ -1,0 +1,179 @@
+"""The throughput policy: the tree with the most expected tokens per second (beyond the paper).
+
+With calibrated acceptance a(node) and measured costs T, a round of `levels` levels and N nodes is expected to run at
+
+    rate = (1 + sum over kept nodes of a(node)) / (T_fixed + T_draft(levels) + T_target(N))      tokens per ms
+
+Every choice is weighed at a price of time, lambda = patience * (best rate this round can reach so far):
+
+* N: verify the next best node while its a(node) exceeds lambda times what it adds to T_target;
+* depth: draft on while the forecast of the levels to come exceeds lambda times their cost;
+* off: where drafting has not paid in recent rounds, decode plainly for a while, then try again.
+
+`patience` is near 1 but not 1, because tokens differ. What a draft has right are the easy tokens, and they would be
+cheap in the next round too; the fit finds its value by simulation. Recent acceptance scales a(node), within bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .calibration import Calibration
+from .costs import Costs
+from .rounds import OFF, DraftView, Step
+
+# Online adaptation: decayed sums of accepted and expected drafts, with a prior worth PRIOR drafts.
+DECAY, PRIOR = 0.97, 8.0
+LEAST_TRUST, MOST_TRUST = 0.2, 1.25
+# Switching off: decayed mean of what a round promises over plain decoding, and where it starts.
+WORTH_DECAY, FIRST_WORTH = 0.8, 1.25
+LONGEST_PAUSE = 32  # rounds without drafts before the next try
+
+
+@dataclass(frozen=True)
+class ThroughputRule:
+    """What was fitted; `rounds` makes a policy for one call out of it.
+
+    Attributes:
+        calibration: of this head.
+        patience: factor on the price of time.
+        nodes_per_level: nodes that another level is expected to add to the tree.
+    """
+
+    calibration: Calibration
+    patience: float = 1.0
+    nodes_per_level: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.patience < 10 or not 0 < self.nodes_per_level < 64:
+            raise ValueError(
+                f"`patience` must lie within 0 and 10 and `nodes_per_level` within 1 and 63; got {self.patience} and "
+                f"{self.nodes_per_level}. Fit the policy again."
+            )
+
+    def rounds(self, costs: Costs, *, max_levels: int, max_nodes: int) -> ThroughputRounds:
+        """The policy for one call on a machine with these costs, within bounds."""
+        return ThroughputRounds(self, costs, max_levels=max_levels, max_nodes=max_nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "patience": self.patience,
+            "nodes_per_level": self.nodes_per_level,
+            "calibration": self.calibration.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ThroughputRule:
+        """What `to_dict` gives. Raises ValueError for anything else."""
+        try:
+            return cls(
+                Calibration.from_dict(data["calibration"]), float(data["patience"]), int(data["nodes_per_level"])
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"`throughput` must hold patience, nodes_per_level and calibration; got {error!r}. Fit it again."
+            ) from error
+
+
+@dataclass
+class ThroughputRounds:
+    """The rule during one call.
+
+    On a CPU it is asked after every level. Elsewhere reading values back makes the device wait, so it is asked once,
+    after the first level, and settles depth and N by the forecast.
+    """
+
+    rule: ThroughputRule
+    costs: Costs
+    max_levels: int
+    max_nodes: int
+    quantifier: None = None  # reads values only
+
+    def __post_init__(self) -> None:
+        self.max_levels = min(self.max_levels, self.rule.calibration.num_levels)
+        self.asks_every_level = self.costs.device in (None, "cpu")
+        self._sizes = np.arange(1, self.max_nodes + 1)
+        self._target = np.array([self.costs.target_pass(int(size)) for size in self._sizes])
+        self._accepted = self._expected = self._promised = 0.0  # decayed sums, and what this round promised
+        self._worth = FIRST_WORTH  # decayed mean over tries: best rate in sight after the first level, over plain's
+        self._pause = self._paused = 0
+
+    def begin(self, *, max_levels: int, max_nodes: int) -> Step:
+        self._room = min(max_levels, self.max_levels), min(max_nodes, self.max_nodes)
+        self._values, self._chances = np.zeros(0), np.zeros(0)
+        self._promised = 0.0
+        if self._paused > 0:
+            self._paused -= 1
+            return Step(0, 1, OFF)
+        return Step(1, None, OFF)
+
+    def decide(self, draft: DraftView) -> Step:
+        levels = draft.num_levels
+        chances = self._take_in(draft)
+        kept = self._acceptance_of_best()  # [sizes], sum of a over the tree of N nodes
+        rates = (1 + kept) / (self.costs.fixed + self.costs.drafting(levels) + self._target[: len(kept)])
+        price = self.rule.patience * float(rates.max())
+        num_nodes = int((kept - price * self._target[: len(kept)]).argmax()) + 1
+        if levels == 1:
+            self._learn_whether_drafting_pays(float(rates.max()))
+        ahead = self._levels_worth_drafting(draft, float(self.rule.calibration.reach(chances)), num_nodes, price)
+        if ahead and self.asks_every_level:
+            return Step(levels + 1, None, OFF)
+        num_nodes = min(num_nodes + ahead * self.rule.nodes_per_level, self._room[1])
+        self._promised = float(kept[min(num_nodes, len(kept)) - 1])
+        return Step(levels + ahead, num_nodes, f"{levels + ahead}x{_bucket(num_nodes)}" if num_nodes > 1 else OFF)
+
+    def end(self, accepted: int) -> None:
+        self._accepted = DECAY * self._accepted + accepted
+        self._expected = DECAY * self._expected + self._promised
+
+    @property
+    def trust(self) -> float:
+        """How much of the calibrated acceptance recent rounds have kept, within bounds."""
+        return min(max((self._accepted + PRIOR) / (self._expected + PRIOR), LEAST_TRUST), MOST_TRUST)
+
+    def _take_in(self, draft: DraftView) -> NDArray[np.float64]:
+        """Calibrate what was drafted since the last question; returns the newest level's chances, best first."""
+        values = np.array(draft.values[-1])
+        chances = self.rule.calibration.acceptance[draft.num_levels - 1](values)
+        self._values = np.concatenate((self._values, values))
+        self._chances = np.concatenate((self._chances, chances))
+        return chances
+
+    def _acceptance_of_best(self) -> NDArray[np.float64]:
+        """`[sizes]`: the sum of a over the tree of N = 1, 2, ... nodes, ranked by value like the tree itself."""
+        best = np.argsort(-self._values, kind="stable")[: self._room[1] - 1]
+        return np.concatenate(([0.0], np.cumsum(self._chances[best]))) * self.trust
+
+    def _levels_worth_drafting(self, draft: DraftView, reach: float, num_nodes: int, price: float) -> int:
+        """How many further levels promise the most beyond what they cost; 0 when none does."""
+        best, best_ahead, gain = 0.0, 0, 0.0
+        room = self._room[0] - draft.num_levels
+        curves = self.rule.calibration.forecast[draft.num_levels - 1]
+        for ahead, curve in enumerate(curves[:room], start=1):
+            gain += self.trust * float(curve(reach)) - price * self.costs.draft_level
+            size = min(num_nodes + ahead * self.rule.nodes_per_level, self._room[1])
+            net = gain - price * (self._target[size - 1] - self._target[num_nodes - 1])
+            if net > best:
+                best, best_ahead = net, ahead
+        return best_ahead
+
+    def _learn_whether_drafting_pays(self, rate: float) -> None:
+        """Where first levels have not earned their own cost lately, pause for 1, 2, 4 .. rounds between tries."""
+        self._worth = WORTH_DECAY * self._worth + (1 - WORTH_DECAY) * rate * self.costs.round(0, 1)
+        if self._worth < 1:
+            self._pause = min(max(2 * self._pause, 1), LONGEST_PAUSE)
+            self._paused = self._pause
+        else:
+            self._pause = 0
+
+
+def _bucket(num_nodes: int) -> int:
+    """The power of two that holds so many nodes, for counting tiers."""
+    return 1 << (num_nodes - 1).bit_length()
