@@ -1,4 +1,4 @@
-"""`heterospec`: the command line."""
+"""`heterospec`: the command line. Every room brings its own subcommands."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__, demo
+from .benchmarking import cli as benchmarking
+from .policy import cli as policy
+from .training import cli as training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="heterospec", description="Speculative decoding for transformers.")
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="command")
-    demo.add_parser(subparsers)
+    for room in (demo, policy, benchmarking, training):
+        room.add_parsers(subparsers)
     args = parser.parse_args(argv)
     try:
         return args.run(args)

@@ -1,0 +1,145 @@
+"""`heterospec bench` and `heterospec compile`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..graphs import graphs_for
+from ..head import HeteroSpecHead
+from ..targets import load_default_head, load_default_target
+from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
+from .plot import plot
+from .prompts import load_prompt_sets
+from .provenance import describe_run
+from .report import Summary, overall, summarise, table, verdict
+from .runs import RecordFile, run_arms
+
+
+def add_parsers(subparsers: Any) -> None:
+    """Add both subcommands to an argparse `subparsers` object."""
+    bench = subparsers.add_parser("bench", help="compare policies, trees, chains and plain decoding on prompt sets")
+    bench.add_argument("prompts", nargs="+", help="JSONL files, or folders of them")
+    bench.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="ARM", help=SYNTAX)
+    bench.add_argument("--num-prompts", type=int, default=20, help="per set (default: 20)")
+    bench.add_argument("--max-new-tokens", type=int, default=128)
+    bench.add_argument("--repeats", type=int, default=1)
+    bench.add_argument(
+        "--output", type=Path, help="JSON with summaries, records and provenance; an interrupted run goes on"
+    )
+    bench.add_argument("--plot", type=Path, help="bar chart, e.g. bench.png (needs matplotlib)")
+    bench.add_argument("--compile", choices=("always", "auto", "never"), default="always", help="of arms with a head")
+    bench.add_argument("--json", action="store_true", help="print one JSON object per arm and set, and nothing else")
+    bench.set_defaults(run=run_bench)
+    compile_ = subparsers.add_parser("compile", help="build the compiled passes of a target and a head ahead of time")
+    compile_.set_defaults(run=run_compile)
+    for parser in (bench, compile_):
+        parser.add_argument("--target", help="folder or repository (default: SmolLM2-135M-Instruct)")
+        parser.add_argument("--head", help="folder or repository (default: the head for SmolLM2-135M-Instruct)")
+        parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+        parser.add_argument("--device", default="cpu")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Measure, print a table and a verdict; returns 0."""
+    arms = [Arm.parse(name, compile=args.compile) for name in args.arms]
+    prompt_sets = load_prompt_sets(args.prompts, num_prompts=args.num_prompts)
+    model, tokenizer, head = _load(args)
+    settings = {
+        "arms": args.arms,
+        "sets": {name: len(prompts) for name, prompts in prompt_sets.items()},
+        **{
+            name: getattr(args, name)
+            for name in ("max_new_tokens", "repeats", "compile", "target", "head", "dtype", "device")
+        },
+    }
+    done = RecordFile(args.output.with_suffix(".records.jsonl"), settings) if args.output else None
+    provenance = describe_run(model.device)
+    records = run_arms(
+        model,
+        tokenizer,
+        head,
+        arms=arms,
+        prompt_sets=prompt_sets,
+        max_new_tokens=args.max_new_tokens,
+        repeats=args.repeats,
+        done=done,
+    )
+    summaries = summarise(records)
+    bandwidth = provenance["machine"]["read_gigabytes_per_second"]
+    if args.json:
+        for row in summaries:
+            print(json.dumps(row.to_dict()))
+    else:
+        print(table(summaries))
+        print(_against_bandwidth(summaries, [record for record in records if record.arm == PLAIN], model, bandwidth))
+        print(verdict(summaries))
+    if args.output:
+        args.output.write_text(
+            json.dumps(
+                {
+                    "settings": settings,
+                    "provenance": provenance,
+                    "verdict": verdict(summaries),
+                    "summaries": [row.to_dict() for row in summaries],
+                    "graphs": sorted({record.graphs for record in records if record.graphs}),
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+    if args.plot:
+        plot(summaries, args.plot)
+    return 0
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    """Build the passes, with a progress bar; returns 0, or 1 where they cannot be compiled."""
+    model, _, head = _load(args)
+    graphs, status = graphs_for(model, head, "always")
+    print(f"{status}: {graphs.spec.folder}" if graphs else status)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, HeteroSpecHead]:
+    dtype = getattr(torch, args.dtype)
+    if args.target is None:
+        model, tokenizer = load_default_target(dtype)
+    else:
+        if args.head is None:
+            raise ValueError("--target needs its head; got no --head. Pass a head trained for that target.")
+        model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.target)
+    head = HeteroSpecHead.from_pretrained(args.head) if args.head else load_default_head()
+    return model.to(args.device), tokenizer, head
+
+
+def _against_bandwidth(summaries: list[Summary], plain: list[Any], model: PreTrainedModel, bandwidth: float) -> str:
+    """The compiled one-token pass beside the time it takes to read the weights once."""
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    floor = weight_bytes / bandwidth / 1e6
+    line = f"Weights: {weight_bytes / 1e6:.0f} MB; at {bandwidth:.0f} GB/s one pass takes at least {floor:.1f} ms."
+    rounds = sum(record.rounds or 0 for record in plain)
+    if rounds:
+        measured = 1000 * sum(record.split["target"] for record in plain if record.split) / rounds
+        line += f" Measured for one token ({PLAIN}): {measured:.1f} ms."
+    slowest = max((row.split or {}).get("other", 0.0) for row in overall(summaries))
+    return f"{line} Neither head nor target: at most {100 * slowest:.1f} % of the time."
+
+
+def main() -> int:
+    """Run `bench` or `compile` on their own: `python -m hf_heterospec.benchmarking.cli bench ...`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_parsers(parser.add_subparsers(required=True, metavar="command"))
+    args = parser.parse_args()
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

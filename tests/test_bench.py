@@ -1,0 +1,112 @@
+"""The benchmark: fair, resumable, and honest when speculation does not pay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import prompt_of
+
+from hf_heterospec.benchmarking import runs
+from hf_heterospec.benchmarking.arms import Arm
+from hf_heterospec.benchmarking.prompts import load_prompt_sets
+from hf_heterospec.benchmarking.report import MEAN, summarise, table, verdict
+from hf_heterospec.benchmarking.runs import Record, RecordFile, run_arms
+
+SPLIT = {"prefill": 0.1, "head": 0.2, "target": 0.6, "other": 0.1}
+
+
+def record(arm: str, prompt: int, seconds: float, *, prompt_set: str = "a", **kwargs) -> Record:
+    return Record(arm, prompt_set, prompt, 0, seconds=seconds, new_tokens=10, peak_bytes=1, **kwargs)
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """Prompts that are their own seeds, so that no tokenizer is needed."""
+    monkeypatch.setattr(runs, "encode", lambda tokenizer, prompt, device: prompt_of(5, seed=int(prompt)))
+    monkeypatch.setattr(runs, "WARM_UP_TOKENS", 3)
+    return {"a": ["0", "1"], "b": ["2"]}
+
+
+ARMS = [
+    Arm.parse(name, compile="never") for name in ("stock", "plain-compiled", "prompt-lookup", "tree-8-1-4", "chain-3")
+]
+
+
+def test_every_arm_runs_on_every_prompt(target, head, prompts):
+    records = run_arms(target, None, head, arms=ARMS, prompt_sets=prompts, max_new_tokens=6)
+    assert len({record.key for record in records}) == len(ARMS) * 3
+    assert {record.new_tokens for record in records} == {6}
+    tree = next(record for record in records if record.arm == "tree-8-1-4")
+    assert tree.verified_tokens >= tree.rounds > 0
+    assert set(tree.split) == set(SPLIT)
+    assert next(record for record in records if record.arm == "stock").rounds is None
+
+
+def test_an_interrupted_run_goes_on(target, head, prompts, tmp_path, monkeypatch):
+    path, settings = tmp_path / "out.records.jsonl", {"arms": ["stock"]}
+    done = RecordFile(path, settings)
+    run_arms(target, None, head, arms=ARMS[:1], prompt_sets={"a": ["0"]}, max_new_tokens=4, done=done)
+    calls = []
+    call = runs._call
+    monkeypatch.setattr(runs, "_call", lambda *args: calls.append(args) or call(*args))
+    done = RecordFile(path, settings)
+    records = run_arms(target, None, head, arms=ARMS[:1], prompt_sets={"a": ["0", "1"]}, max_new_tokens=4, done=done)
+    assert len(calls) == 2  # a warm-up and the missing one
+    assert len(records) == 2
+
+
+def test_records_of_another_run_are_not_mixed_in(tmp_path):
+    RecordFile(tmp_path / "r.jsonl", {"arms": ["stock"]})
+    with pytest.raises(ValueError, match="other settings"):
+        RecordFile(tmp_path / "r.jsonl", {"arms": ["chain-5"]})
+
+
+def test_speed_ups_are_medians_of_paired_ratios():
+    """Prompts differ far more than arms do, so a ratio is taken prompt by prompt."""
+    records = [
+        record("stock", 0, 10.0),
+        record("stock", 1, 1.0),
+        record("tree-8-1-4", 0, 5.0),
+        record("tree-8-1-4", 1, 0.5),
+    ]
+    row = next(row for row in summarise(records) if row.arm == "tree-8-1-4")
+    assert row.over_stock == pytest.approx(2.0)
+    assert row.over_plain is None
+
+
+def test_the_mean_is_over_sets():
+    records = [
+        record("stock", 0, 1.0),
+        record("stock", 0, 2.0, prompt_set="b"),
+        record("chain-3", 0, 0.5, tau=2.0, rounds=5, verified_tokens=20, split=SPLIT),
+        record("chain-3", 0, 2.0, prompt_set="b", tau=1.0, rounds=10, verified_tokens=40, split=SPLIT),
+    ]
+    row = next(row for row in summarise(records) if (row.arm, row.prompt_set) == ("chain-3", MEAN))
+    assert row.over_stock == pytest.approx(1.5)
+    assert (row.tau, row.target_calls, row.verified_tokens) == (1.5, 15, 60)
+    assert "chain-3" in table(summarise(records))
+
+
+def test_it_says_so_when_speculation_does_not_pay():
+    losing = [record("stock", 0, 2.0), record("plain-compiled", 0, 1.0), record("tree-60-5-10", 0, 1.2)]
+    assert verdict(summarise(losing)).startswith("Speculation does not pay here: the best of it, tree-60-5-10")
+    winning = [*losing, record("chain-5", 0, 0.5)]
+    assert verdict(summarise(winning)) == "Speculation pays: chain-5 runs at 2.00x plain-compiled."
+
+
+@pytest.mark.parametrize("name", ["tree-60-5", "chain-x", "chain", "speculative", "tree-a-b-c"])
+def test_unknown_arms_are_refused(name):
+    with pytest.raises(ValueError, match="An arm must be known"):
+        Arm.parse(name)
+
+
+def test_prompt_sets_come_from_files_and_folders(tmp_path):
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"turns": ["one", "two"]}) + "\n" + json.dumps({"prompt": "three"}) + "\n"
+    )
+    assert load_prompt_sets([tmp_path], num_prompts=5) == {"x": ["one", "three"]}
+    assert load_prompt_sets([tmp_path / "x.jsonl"], num_prompts=1) == {"x": ["one"]}
+    (tmp_path / "x.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(ValueError, match="is no prompt"):
+        load_prompt_sets([tmp_path], num_prompts=5)
