@@ -130,7 +130,8 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         if unknown := [name for name in kwargs if name not in known and not name.startswith("_")]:
             raise TypeError(
                 f"HeteroSpecGenerationConfig knows no {', '.join(map(repr, unknown))}; it takes `draft_policy`, "
-                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile` and every argument of GenerationConfig."
+                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile` and every argument of "
+                "GenerationConfig."
             )
         super().__init__(**kwargs)
 

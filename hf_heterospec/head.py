@@ -177,7 +177,8 @@ class HeteroSpecHead(PreTrainedModel):
     def __init__(self, config: HeteroSpecConfig) -> None:
         super().__init__(config)
         target_hidden_size, draft_vocab_size = config.target_hidden_size, config.draft_vocab_size
-        assert target_hidden_size is not None and draft_vocab_size is not None  # the config fills them in
+        assert target_hidden_size is not None  # the config fills both in
+        assert draft_vocab_size is not None
         self.fc = nn.Linear(3 * target_hidden_size, config.hidden_size, bias=False)
         self.midlayer = EagleLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
