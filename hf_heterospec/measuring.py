@@ -6,7 +6,6 @@ Whatever `generate` does in a round is in the numbers: graphs, masks, acceptance
 from __future__ import annotations
 
 import itertools
-import platform
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from transformers.utils import logging
 
 from .configuration import HeteroSpecGenerationConfig
 from .head import HeteroSpecHead
+from .machine import device_name
 from .policy.costs import Costs
 
 logger = logging.get_logger(__name__)
@@ -135,11 +135,9 @@ class _LongEnough(StoppingCriteria):
 
 def describe_machine(model: PreTrainedModel) -> dict[str, Any]:
     """The machine, as far as it explains costs."""
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
-        "device": device.type,
-        "name": name,
+        "device": model.device.type,
+        "name": device_name(model.device),
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,

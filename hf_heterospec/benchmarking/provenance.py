@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from .. import __version__
+from ..machine import device_name
 
 
 def describe_run(device: torch.device) -> dict[str, Any]:
@@ -21,10 +22,10 @@ def describe_run(device: torch.device) -> dict[str, Any]:
     return {
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
-            "processor": _processor(),
+            "processor": device_name(torch.device("cpu")),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+            "accelerator": device_name(device) if device.type == "cuda" else None,
             "read_gigabytes_per_second": round(read_bandwidth(device) / 1e9, 1),
         },
         "versions": {
@@ -48,15 +49,6 @@ def read_bandwidth(device: torch.device, *, num_bytes: int = 2**28, repeats: int
         float(values.sum())
         best = min(best, time.perf_counter() - start)
     return num_bytes / best
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 def _commit() -> str | None:
