@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import BatchEncoding, PreTrainedModel, TextStreamer
 
+from .configuration import DraftCompile, HeteroSpecGenerationConfig
 from .exactness import first_difference
 from .head import HeteroSpecHead
 from .targets import load_default_head, load_default_target
@@ -25,6 +26,7 @@ def add_parsers(subparsers: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
                         help="bfloat16 is faster; near-ties may then round to another token")  # fmt: skip
+    parser.add_argument("--eager", action="store_true", help="do not compile (the first time takes a minute)")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=run)
 
@@ -41,15 +43,18 @@ def run(args: argparse.Namespace) -> int:
         return_tensors="pt",
         return_dict=True,
     )
-    for assistant in (head, None):
-        _timed(model, inputs, assistant, max_new_tokens=WARM_UP_TOKENS)
+    if not args.eager:
+        say("Compiling (the first time takes about a minute) ...")
+    passes = _warm_up(model, inputs, head, "never" if args.eager else "always")
 
     streamer = None if args.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    ids, seconds = _timed(model, inputs, head, max_new_tokens=args.max_new_tokens, streamer=streamer)
+    length = {"max_new_tokens": args.max_new_tokens}
+    ids, seconds = _timed(model, inputs, head, draft_compile=passes, streamer=streamer, **length)
     statistics = head.last_statistics
     assert statistics is not None
     say("\nDecoding the same prompt plainly ...")
-    plain_ids, plain_seconds = _timed(model, inputs, None, max_new_tokens=args.max_new_tokens)
+    plain_ids, plain_seconds = _timed(model, inputs, None, **length)
+    undrafted_ids, undrafted_seconds = _timed(model, inputs, head, draft_policy="off", draft_compile=passes, **length)
 
     prompt_length = inputs["input_ids"].shape[1]
     num_new = ids.shape[1] - prompt_length
@@ -57,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
     result = {
         "equal": torch.equal(ids, plain_ids),
         "first_difference": difference._asdict() if difference else None,
-        "speedup": plain_seconds / seconds,
+        "speedup": plain_seconds / seconds * num_new / (plain_ids.shape[1] - prompt_length),
         "tau": statistics.tau,
         "tokens_per_second": num_new / seconds,
         "plain_tokens_per_second": (plain_ids.shape[1] - prompt_length) / plain_seconds,
+        "undrafted_tokens_per_second": (undrafted_ids.shape[1] - prompt_length) / undrafted_seconds,
         "new_tokens": num_new,
         "verified_tokens": statistics.verified_tokens,
         "rounds": statistics.rounds,
@@ -73,11 +79,23 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["equal"] else 1
 
 
+def _warm_up(model: PreTrainedModel, inputs: BatchEncoding, head: HeteroSpecHead, passes: DraftCompile) -> DraftCompile:
+    """Run everything once. Returns `"never"` where passes cannot be compiled (no C++ compiler, say)."""
+    _timed(model, inputs, None, max_new_tokens=WARM_UP_TOKENS)
+    try:
+        _timed(model, inputs, head, draft_compile=passes, max_new_tokens=WARM_UP_TOKENS)
+    except (RuntimeError, ValueError) as error:
+        print(f"Going on without compiled passes: {error}", file=sys.stderr)
+        return _warm_up(model, inputs, head, "never")
+    return passes
+
+
 def _timed(
-    model: PreTrainedModel, inputs: BatchEncoding, head: HeteroSpecHead | None, **kwargs: Any
+    model: PreTrainedModel, inputs: BatchEncoding, head: HeteroSpecHead | None, streamer: Any = None, **settings: Any
 ) -> tuple[torch.Tensor, float]:
+    config = HeteroSpecGenerationConfig(do_sample=False, **settings)
     start = time.perf_counter()
-    ids = model.generate(**inputs, assistant_model=head, do_sample=False, **kwargs)
+    ids = model.generate(**inputs, assistant_model=head, generation_config=config, streamer=streamer)
     return ids, time.perf_counter() - start
 
 
@@ -90,8 +108,9 @@ def _report(result: dict[str, Any]) -> str:
         )
     return (
         f"\nequal: {equal}\n"
-        f"with the head: {result['tokens_per_second']:.1f} tokens/s, plain: "
+        f"with the head: {result['tokens_per_second']:.1f} tokens/s, plain generate: "
         f"{result['plain_tokens_per_second']:.1f} tokens/s, speed-up {result['speedup']:.2f}x ({result['dtype']})\n"
+        f"the same passes without drafts: {result['undrafted_tokens_per_second']:.1f} tokens/s\n"
         f"tau: {result['tau']:.2f} tokens per target pass, {result['rounds']} passes, "
         f"{result['verified_tokens']} tokens verified for {result['new_tokens']} new ones\n"
         f"tiers: {', '.join(f'{name} {count}' for name, count in result['tiers'].items())}; "
