@@ -86,7 +86,14 @@ def prompt_of(length: int = 7, *, seed: int = 0, vocab: int = VOCAB) -> torch.Te
 def draft_config(**kwargs) -> HeteroSpecGenerationConfig:
     """Greedy, 24 new tokens, trees of 40 nodes three expansions deep, unless told otherwise."""
     return HeteroSpecGenerationConfig(
-        **{"do_sample": False, "max_new_tokens": 24, "draft_depth": 3, "draft_top_k": 8, "draft_total_tokens": 40}
+        **{
+            "do_sample": False,
+            "max_new_tokens": 24,
+            "draft_policy": "fixed",
+            "draft_depth": 3,
+            "draft_top_k": 8,
+            "draft_total_tokens": 40,
+        }
         | kwargs
     )
 

@@ -143,7 +143,12 @@ def test_smollm_on_the_bench_prompts(smollm, bench_prompts):
         input_ids = chat_ids(tokenizer, row["prompt"])
         plain = model.generate(input_ids, do_sample=False, max_new_tokens=128)
         config = HeteroSpecGenerationConfig(
-            do_sample=False, max_new_tokens=128, draft_depth=4, draft_top_k=10, draft_total_tokens=30
+            do_sample=False,
+            max_new_tokens=128,
+            draft_policy="fixed",
+            draft_depth=4,
+            draft_top_k=10,
+            draft_total_tokens=30,
         )
         output = model.generate(input_ids, generation_config=config, assistant_model=head)
         assert output.tolist() == plain.tolist(), f"{row['set']} {row['question_id']}"

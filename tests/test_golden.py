@@ -43,6 +43,7 @@ def test_every_node_path_and_token_is_the_official_one(run, smollm, recorded_rou
     # Room behind the recorded text, so that no tree is cut short by the end.
     length = len(run["output_ids"]) + run["depth"] + 2
     config = HeteroSpecGenerationConfig(
+        draft_policy="fixed",
         draft_depth=run["depth"],
         draft_top_k=run["top_k"],
         draft_total_tokens=run["total_token"],

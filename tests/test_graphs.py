@@ -138,10 +138,12 @@ def test_the_first_answer_never_waits(target, head, tmp_path, monkeypatch):
     assert head.last_statistics.graphs.startswith("eager: not compiled yet")
 
 
-def test_auto_loads_beside_the_first_call_and_then_serves(compiled):
-    """As a second process does: the artefacts are there, the first call does not wait for them."""
+def test_auto_loads_after_the_first_call_and_then_serves(compiled, monkeypatch):
+    """As a second process does: the artefacts are there. Loading them once began with the first call, and that call's
+    first token took eleven times as long."""
     target, head = compiled
     running._graphs.pop(target)
+    monkeypatch.setattr(running, "LOAD_AFTER_SECONDS", 0.0)
     ids = prompt_of()
     first = generate(target, head, ids, draft_compile="auto")
     assert head.last_statistics.graphs == "eager: not compiled yet"
