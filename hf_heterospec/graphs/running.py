@@ -24,9 +24,8 @@ from .building import ARTEFACT, MANIFEST, PASSES, GraphSpec, passes_of
 
 logger = logging.get_logger(__name__)
 
-BUILD_AFTER_SECONDS = (
-    5.0  # eager decoding that a (target, head) pair must have done before `auto` spends a minute on it
-)
+# Eager decoding that a (target, head) pair must have done before `auto` spends a second or a minute on it.
+LOAD_AFTER_SECONDS, BUILD_AFTER_SECONDS = 0.5, 5.0
 UPSTREAM_HOOKS = "transformers.utils.output_capturing"
 
 
@@ -63,29 +62,26 @@ class Graphs:
                 self._loader.join()
             if not self._artefacts:
                 self._load()
-        else:
-            self._advance()
         self._bind(model, head)
         if mode == "always" and not self.is_ready:
             raise ValueError(f"draft_compile='always', but the passes run {self.status}. Use 'auto' or 'never'.")
 
     def count_eager(self, seconds: float) -> None:
-        """A call has decoded for so long without compiled passes; build them when that adds up."""
-        if self.is_ready:
+        """A call is over that decoded for so long without compiled passes. When that adds up, have them built and
+        loaded beside the calls that follow."""
+        if self.is_ready or self._artefacts:
             return
         self.eager_seconds += seconds
-        if self.eager_seconds > BUILD_AFTER_SECONDS and self._process is None and not self.spec.is_built():
+        if self._process is not None and self._process.poll():
+            self._fail(f"compiling failed ({self.spec.failure()}); see {self.spec.folder}")
+        elif self.spec.is_built():
+            if self._loader is None and self.eager_seconds > LOAD_AFTER_SECONDS:
+                self._loader = threading.Thread(target=self._load, daemon=True)
+                self._loader.start()
+        elif self._process is None and self.eager_seconds > BUILD_AFTER_SECONDS:
             self._process = self.spec.start_build()
             atexit.register(self._process.kill)
             self.status = "eager: being compiled"
-
-    def _advance(self) -> None:
-        """One step of built -> loading -> loaded, without waiting."""
-        if self._process is not None and self._process.poll():
-            self._fail(f"compiling failed ({self.spec.failure()}); see {self.spec.folder}")
-        elif not self._artefacts and self._loader is None and self.spec.is_built():
-            self._loader = threading.Thread(target=self._load, daemon=True)
-            self._loader.start()
 
     def _build_now(self) -> None:
         if self.spec.is_built():
