@@ -42,6 +42,19 @@ def load_default_target(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrained
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
+def load_pair(
+    target: str | None, head: str | None, *, dtype: torch.dtype, device: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, HeteroSpecHead]:
+    """Target, tokenizer and head from folders or repositories; `None` stands for the default of each."""
+    if target is None:
+        model, tokenizer = load_default_target(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    pair_head = load_default_head() if head is None else HeteroSpecHead.from_pretrained(head)
+    return model.to(device), tokenizer, pair_head
+
+
 def _unpacked_wheel() -> Path | None:
     spec = importlib.util.find_spec(WHEEL_MODULE)
     if spec is None or spec.origin is None:

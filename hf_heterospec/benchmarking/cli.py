@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..graphs import graphs_for
 from ..head import HeteroSpecHead
-from ..targets import load_default_head, load_default_target
+from ..targets import load_pair
 from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
 from .plot import plot
 from .prompts import load_prompt_sets
@@ -108,16 +107,9 @@ def run_compile(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, HeteroSpecHead]:
-    dtype = getattr(torch, args.dtype)
-    if args.target is None:
-        model, tokenizer = load_default_target(dtype)
-    else:
-        if args.head is None:
-            raise ValueError("--target needs its head; got no --head. Pass a head trained for that target.")
-        model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    head = HeteroSpecHead.from_pretrained(args.head) if args.head else load_default_head()
-    return model.to(args.device), tokenizer, head
+    if args.target is not None and not args.head:
+        raise ValueError("--target needs its head; got no --head. Pass a head trained for that target.")
+    return load_pair(args.target, args.head or None, dtype=getattr(torch, args.dtype), device=args.device)
 
 
 def _against_bandwidth(summaries: list[Summary], plain: list[Any], model: PreTrainedModel, bandwidth: float) -> str:
@@ -131,15 +123,3 @@ def _against_bandwidth(summaries: list[Summary], plain: list[Any], model: PreTra
         line += f" Measured for one token ({PLAIN}): {measured:.1f} ms."
     slowest = max((row.split or {}).get("other", 0.0) for row in overall(summaries))
     return f"{line} Neither head nor target: at most {100 * slowest:.1f} % of the time."
-
-
-def main() -> int:
-    """Run `bench` or `compile` on their own: `python -m hf_heterospec.benchmarking.cli bench ...`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_parsers(parser.add_subparsers(required=True, metavar="command"))
-    args = parser.parse_args()
-    return args.run(args)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

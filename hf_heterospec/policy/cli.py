@@ -118,19 +118,10 @@ def run_fit(args: argparse.Namespace) -> int:
 def load_models(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, HeteroSpecHead]:
     """Target, tokenizer and head of the command line."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..head import HeteroSpecHead
-    from ..targets import load_default_head, load_default_target
+    from ..targets import load_pair
 
-    dtype = getattr(torch, args.dtype)
-    if args.target is None:
-        model, tokenizer = load_default_target(dtype)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval()
-        tokenizer = AutoTokenizer.from_pretrained(args.target)
-    head = load_default_head() if args.head is None else HeteroSpecHead.from_pretrained(args.head)
-    return model.to(args.device), tokenizer, head
+    return load_pair(args.target, args.head, dtype=getattr(torch, args.dtype), device=args.device)
 
 
 def collect_traces(
