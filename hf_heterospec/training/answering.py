@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -75,6 +75,24 @@ class Row:
             self.runs.add(run)
 
 
+TOKENS_PER_PREFILL = 2048
+
+
+def prefills(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+    """Prompts of like length together: at most `TOKENS_PER_PREFILL` tokens with padding, and a tenth of it padding."""
+    group: list[Prompt] = []
+    tokens = 0
+    for prompt in sorted(prompts, key=lambda prompt: len(prompt.ids)):
+        padded = (len(group) + 1) * len(prompt.ids)
+        if group and (padded > TOKENS_PER_PREFILL or tokens + len(prompt.ids) < 0.9 * padded):
+            yield group
+            group, tokens = [], 0
+        group.append(prompt)
+        tokens += len(prompt.ids)
+    if group:
+        yield group
+
+
 class CorpusGenerator:
     """Answers prompts with many rows at a time.
 
@@ -118,8 +136,7 @@ class CorpusGenerator:
 
     def _admit(self, prompts: list[Prompt]) -> None:
         """Prefill prompts into free slots, and append the first token of each answer."""
-        for start in range(0, len(prompts), 16):
-            group = prompts[start : start + 16]
+        for group in prefills(prompts):
             lengths = [len(prompt.ids) for prompt in group]
             ids = torch.zeros(len(group), max(lengths), dtype=torch.long)
             for row, prompt in enumerate(group):  # padded on the right, where a causal row does not see it
@@ -144,7 +161,7 @@ class CorpusGenerator:
 
     def _append(self, rows: list[Row], logits: Tensor) -> None:
         if self.settings.temperature == 0:
-            tokens = logits.argmax(dim=-1)
+            tokens = logits.float().argmax(dim=-1)  # in bf16 it takes five times as long on the CPU
         else:
             draws = torch.tensor([row.draws[len(row.response_ids)] for row in rows], device=logits.device)
             cumulative = (logits.float() / self.settings.temperature).softmax(dim=-1).cumsum(dim=-1)

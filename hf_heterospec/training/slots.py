@@ -113,6 +113,7 @@ class SlotCache(Cache):
 
 
 ATTENTION = "heterospec_slots"
+SLOTS_PER_GROUP = 16
 
 
 def slot_attention(
@@ -124,22 +125,42 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one token per slot: two batched products with the query heads of a key head as rows.
+    """Attention of one token per slot, over slots of like length together: a slot reads few rows beyond its own.
 
-    On the CPU this takes less than half the time of the fused kernel, which is made for long queries. Everything else
+    On the CPU this takes a quarter of the time of the fused kernel, which is made for long queries. Everything else
     goes to transformers' SDPA attention.
     """
     if query.device.type != "cpu" or query.shape[2] != 1 or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    slots, kv_heads, length, head_dim = key.shape
-    scaling = scaling if scaling is not None else head_dim**-0.5
-    queries = query.reshape(slots * kv_heads, -1, head_dim) * scaling  # [slots * kv_heads, groups, head_dim]
-    # Batched products read strided operands slowly: copying the view first is faster.
-    scores = queries @ key.flatten(0, 1).contiguous().transpose(1, 2)
-    scores = scores.view(slots, -1, length).masked_fill(~attention_mask[:, 0], float("-inf"))
+    queries = query[:, :, 0] * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+    seen = attention_mask[:, 0, 0]  # [slots, length], true on the rows 0 .. length of the slot
+    lengths = seen.sum(dim=-1)
+    out = query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
+    for group in lengths.argsort().split(SLOTS_PER_GROUP):
+        end = int(lengths[group[-1]])
+        out[group, 0] = group_attention(
+            *(rows.index_select(0, group) for rows in (queries, key[:, :, :end], value[:, :, :end], seen[:, :end]))
+        )
+    return out, None
+
+
+def group_attention(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """Two batched products with the query heads of a key head as rows.
+
+    Args:
+        queries: `[slots, num_heads, head_dim]`, scaled.
+        keys, values: `[slots, num_kv_heads, length, head_dim]`, contiguous: batched products read others slowly.
+        seen: `[slots, length]`.
+
+    Returns:
+        `[slots, num_heads, head_dim]`.
+    """
+    slots, kv_heads, length, head_dim = keys.shape
+    grouped = queries.reshape(slots * kv_heads, -1, head_dim)  # [slots * kv_heads, groups, head_dim]
+    scores = grouped @ keys.flatten(0, 1).transpose(1, 2)
+    scores = scores.view(slots, -1, length).masked_fill(~seen[:, None], float("-inf"))
     weights = scores.softmax(dim=-1).view(slots * kv_heads, -1, length)
-    out = weights @ value.flatten(0, 1).contiguous()
-    return out.view(slots, 1, -1, value.shape[-1]), None
+    return (weights @ values.flatten(0, 1)).view(slots, -1, values.shape[-1])
 
 
 @contextmanager
