@@ -12,6 +12,7 @@ V and m are all that is asked: entropy, rank and recent acceptance beside them w
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,17 @@ class Curve:
             raise ValueError(f"A curve needs as many rising x as rising y; got x={self.x}, y={self.y}. Fit it again.")
         if not all(math.isfinite(number) for number in (*self.x, *self.y)) or not 0 <= self.y[0] <= self.y[-1] <= 1:
             raise ValueError(f"A curve's knots must be finite and its y within 0 and 1; got {self.y}. Fit it again.")
+
+    def at(self, x: float) -> float:
+        """The curve at one x, without an array."""
+        right = bisect.bisect_left(self.x, x)
+        if right == 0:
+            return self.y[0]
+        if right == len(self.x):
+            return self.y[-1]
+        left = right - 1
+        share = (x - self.x[left]) / (self.x[right] - self.x[left])
+        return self.y[left] + share * (self.y[right] - self.y[left])
 
     def __call__(self, x: ArrayLike) -> NDArray[np.float64]:
         return np.interp(np.asarray(x), self.x, self.y)
@@ -90,10 +102,10 @@ class Calibration:
     def num_levels(self) -> int:
         return len(self.acceptance)
 
-    def reach(self, acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The chance m that the accepted path reaches a level, `[...]`, from its nodes' chances, best first,
-        `[..., nodes]`: at most one of the beam is right."""
-        return np.minimum(acceptance[..., : self.top_k].sum(axis=-1), 1)
+    def reach(self, chances: Sequence[float]) -> float:
+        """The chance m that the accepted path reaches a level, from its nodes' chances, best first: at most one of the
+        beam is right."""
+        return min(sum(chances[: self.top_k]), 1.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
