@@ -171,18 +171,10 @@ def collect(
     sources: list[str] = []
     for answer in tqdm(answers, desc="tracing", unit="answer", disable=not progress):
         ids = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]], device=model.device)
-        drafter = HeteroSpecCandidateGenerator(head, model, settings=settings, policy=policy)
-        hidden = _observe_all(drafter, model, ids)
-        cache, own_rows = drafter.cache, num_levels * top_k
-        stable = cache.keys.clone(), cache.values.clone()
+        text = KnownText(model, head, ids, settings=settings, policy=policy)
         first, end = len(answer.prompt_ids), ids.shape[1]
         for root in range(first, end - 1, every):
-            # The pair (feature at root - 1, root token) is the last one the head may see.
-            drafter.rewind(root, hidden[:, root - 1 : root])
-            levels = list(islice(drafter.draft(width=top_k), num_levels))
-            for rows_of, kept in zip((cache.keys, cache.values), stable, strict=True):
-                # What was drafted overwrote rows that later positions see.
-                rows_of[:, :, root : root + own_rows][:, :, : kept.shape[2] - root] = kept[:, :, root : root + own_rows]
+            levels = text.draft_at(root, num_levels=num_levels)
             rows["values"].append(torch.cat([level.candidates.values for level in levels]).cpu())
             rows["entropies"].append(torch.stack([level.beam_entropies for level in levels]).cpu())
             rows["path"].append(_follow(levels, ids[0, root + 1 :]))
@@ -201,13 +193,45 @@ def collect(
     )
 
 
-def _observe_all(drafter: HeteroSpecCandidateGenerator, model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Let the head see the whole text; returns its outputs, `[1, length - 1, hidden]`."""
-    layer_ids = drafter.target_layer_ids
-    outputs = model(ids, output_hidden_states=sorted(set(layer_ids)), use_cache=False, logits_to_keep=1)
-    features = gather_features(outputs.hidden_states, layer_ids, model.device)
-    positions = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
-    return drafter.observe(features[:, :-1], ids[:, 1:], positions)
+class KnownText:
+    """A text in which the head can draft at any position, as it would in `generate`: one pass of the target over it
+    all gives the features.
+
+    Args:
+        ids: `[1, length]`.
+        settings: `top_k` is the beam's width.
+        policy: its quantifier, if it has one, gives the levels their entropies.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        head: HeteroSpecHead,
+        ids: Tensor,
+        *,
+        settings: DraftSettings,
+        policy: FixedRounds | None = None,
+    ) -> None:
+        self.width = settings.top_k
+        self.drafter = HeteroSpecCandidateGenerator(head, model, settings=settings, policy=policy)
+        layer_ids = self.drafter.target_layer_ids
+        outputs = model(ids, output_hidden_states=sorted(set(layer_ids)), use_cache=False, logits_to_keep=1)
+        features = gather_features(outputs.hidden_states, layer_ids, model.device)
+        positions = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
+        self.hidden = self.drafter.observe(features[:, :-1], ids[:, 1:], positions)  # [1, length - 1, hidden]
+        cache = self.drafter.cache
+        self.stable = cache.keys.clone(), cache.values.clone()
+
+    def draft_at(self, root: int, *, num_levels: int) -> list[Level]:
+        """The levels under the token at position `root`, from the text up to there."""
+        # The pair (feature at root - 1, root token) is the last one the head may see.
+        self.drafter.rewind(root, self.hidden[:, root - 1 : root])
+        levels = list(islice(self.drafter.draft(width=self.width), num_levels))
+        cache, own_rows = self.drafter.cache, num_levels * self.width
+        for rows_of, kept in zip((cache.keys, cache.values), self.stable, strict=True):
+            # What was drafted overwrote rows that later positions see.
+            rows_of[:, :, root : root + own_rows][:, :, : kept.shape[2] - root] = kept[:, :, root : root + own_rows]
+        return levels
 
 
 def _follow(levels: list[Level], continuation: Tensor) -> list[int]:
