@@ -29,7 +29,7 @@ from hf_heterospec.training.loss import soft_cross_entropy
 from hf_heterospec.training.overlap import BenchmarkFilter
 from hf_heterospec.training.store import FeatureStore, split_answers
 from hf_heterospec.training.trainer import HeadTrainer, TrainSettings
-from hf_heterospec.training.vocabulary import draft_vocabulary, new_head
+from hf_heterospec.training.vocabulary import draft_vocabulary, new_head, with_vocabulary
 
 LAYERS = [1, 2, 3]
 
@@ -92,7 +92,7 @@ def answers_of(model, *, count: int, length: int = 24, vocab: int = 96) -> list[
 
 
 def filled_store(folder: Path, model, answers: list[Answer], *, held_out: int = 8) -> FeatureStore:
-    store = FeatureStore(folder, split_answers(answers, held_out=held_out, seed=0), description={"target": "tiny"})
+    store = FeatureStore(folder, answers, held_out=held_out, seed=0, description={"target": "tiny"})
     store.extract(model, layers=LAYERS, accelerator=Accelerator(cpu=True))
     return store
 
@@ -376,17 +376,53 @@ def test_a_truncated_checkpoint_file_is_named(tmp_path):
 def test_a_truncated_feature_shard_is_named(tmp_path):
     model = tiny_target()
     store = filled_store(tmp_path, model, answers_of(model, count=20))
-    path = store.path("train-00000")
+    path = store.path(next(iter(store.answers)))
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match=r"train-00000\.safetensors .* Delete it"):
+    with pytest.raises(ValueError, match=r"shard-\w+\.safetensors .* Delete it"):
         ShardReader(path)
 
 
-def test_features_of_another_corpus_are_refused(tmp_path):
+def test_a_corpus_that_grows_keeps_its_features(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_heterospec.training.store.SHARD_SIZE", 8)
     model = tiny_target()
-    filled_store(tmp_path, model, answers_of(model, count=20))
-    with pytest.raises(ValueError, match="must hold features of this corpus"):
-        filled_store(tmp_path, model, answers_of(model, count=21))
+    answers = answers_of(model, count=28)
+    before = filled_store(tmp_path, model, answers[:20], held_out=4)  # two full shards and a part of one
+    after = FeatureStore(tmp_path, answers, held_out=4, seed=0, description={"target": "tiny"})
+    assert len(after.missing()) == len(after.answers) - 2
+    assert FeatureStore(tmp_path, answers[:20], held_out=4, seed=0, description={"target": "other"}).missing()
+    trained = {answer.id for part in before.answers.values() for answer in part} - before.held_out_ids
+    assert not trained & after.held_out_ids
+
+
+def test_held_out_answers_are_evaluated_and_never_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_heterospec.training.store.SHARD_SIZE", 8)
+    model = tiny_target()
+    answers = answers_of(model, count=20)
+    store = filled_store(tmp_path, model, answers, held_out=5)
+
+    def texts(selections):
+        return sorted(shard[i].input_ids.tolist() for shard in selections for i in range(len(shard)))
+
+    split = split_answers(answers, held_out=5, seed=0)
+    assert texts(store.held_out()) == sorted(a.prompt_ids + a.response_ids for a in split.held_out)
+    assert texts(store.train_shards()) == sorted(a.prompt_ids + a.response_ids for a in split.train)
+    assert len(split.held_out) == 5
+
+
+def test_a_head_whose_vocabulary_grows_scores_known_tokens_as_before():
+    model = tiny_target()
+    answers = answers_of(model, count=20)
+    vocab = model.config.vocab_size
+    small = new_head(model, draft_vocabulary(answers, size=40, vocab_size=vocab), layers=LAYERS)
+    known = small.draft_to_target(torch.arange(40))
+    more = draft_vocabulary(answers, size=70, vocab_size=vocab, always=known.tolist())
+    grown = with_vocabulary(small, more, model.get_output_embeddings().weight.detach())
+    assert set(known.tolist()) < set(more.tolist())
+    hidden = torch.randn(3, model.config.hidden_size)
+    places = torch.searchsorted(more, known)
+    torch.testing.assert_close(grown.lm_head(hidden)[:, places], small.lm_head(hidden))
+    # What it was started from it maps as the known rows: those are still the target's own here.
+    torch.testing.assert_close(grown.lm_head.weight, model.get_output_embeddings().weight[more], atol=1e-4, rtol=1e-4)
 
 
 def test_a_head_for_a_target_of_another_family_learns_to_draft(tmp_path):
@@ -404,7 +440,7 @@ def test_a_head_for_a_target_of_another_family_learns_to_draft(tmp_path):
         eos_token_id=0,
     )
     model = GPTNeoXForCausalLM(config).eval()
-    store = filled_store(tmp_path / "features", model, answers_of(model, count=160, vocab=80))
+    store = filled_store(tmp_path / "features", model, answers_of(model, count=240, vocab=80), held_out=40)
     settings = dataclasses.replace(SETTINGS, epochs=12, batch_size=16, fraction=1.0)
     run = trainer(store, model, tmp_path / "head", settings=settings)
     before = run.evaluate()

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 
 from .chains import ChainBatch, collate
-from .features import ShardReader
+from .features import Selection
 
 
-def plan_epoch(shards: Sequence[ShardReader], *, batch_size: int, seed: int, epoch: int) -> list[tuple[int, list[int]]]:
+def plan_epoch(shards: Sequence[Selection], *, batch_size: int, seed: int, epoch: int) -> list[tuple[int, list[int]]]:
     """Batches of an epoch as `(shard, indices)`. A batch comes from one shard; its answers are of like length, with
     some jitter, so that padding is rare and company changes from epoch to epoch."""
     rng = random.Random(f"{seed} {epoch}")
@@ -34,7 +34,7 @@ class BatchLoader:
 
     def __init__(
         self,
-        shards: Sequence[ShardReader],
+        shards: Sequence[Selection],
         *,
         batch_size: int,
         fraction: float,
@@ -59,9 +59,12 @@ class BatchLoader:
         return collate(examples, fraction=self.fraction, generator=generator)
 
 
-def held_out_batches(shard: ShardReader, *, batch_size: int, fraction: float, seed: int) -> list[ChainBatch]:
+def held_out_batches(shards: Sequence[Selection], *, batch_size: int, fraction: float, seed: int) -> list[ChainBatch]:
     """The held-out answers with fixed anchors, so that evaluations can be compared."""
     generator = torch.Generator().manual_seed(seed)
-    order = sorted(range(len(shard)), key=lambda index: shard.answer_lengths[index])
-    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return [collate([shard[i] for i in group], fraction=fraction, generator=generator) for group in groups]
+    places = [(shard, index) for shard in shards for index in range(len(shard))]
+    places.sort(key=lambda place: place[0].answer_lengths[place[1]])
+    groups = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
+    return [
+        collate([shard[index] for shard, index in group], fraction=fraction, generator=generator) for group in groups
+    ]

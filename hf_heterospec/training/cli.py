@@ -15,12 +15,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..head import HeteroSpecHead
 from ..targets import load_default_target
 from .answering import CorpusSettings
-from .answers import read_answers
+from .answers import Answer, read_answers
 from .corpus import generate_corpus
 from .overlap import BenchmarkFilter
 from .store import TOP_K, FeatureStore, split_answers
 from .trainer import HeadTrainer, TrainSettings
-from .vocabulary import coverage, draft_vocabulary, new_head
+from .vocabulary import coverage, draft_vocabulary, new_head, with_vocabulary
+
+DRAFT_VOCAB = 16384  # tokens that a new head can propose
 
 HELP = {
     "rows": "answers decoded together",
@@ -66,7 +68,11 @@ def add_parsers(subparsers: Any) -> None:
     train.add_argument("--out", type=Path, required=True, help="folder of the head; a run there is resumed")
     train.add_argument("--features", type=Path, help="folder for the target's features (default: OUT/features)")
     train.add_argument("--init", help="head to start from: folder or Hub repository (default: the target's last layer)")
-    train.add_argument("--draft-vocab", type=int, default=8192, help="tokens that a new head can propose")
+    train.add_argument(
+        "--draft-vocab",
+        type=int,
+        help=f"tokens that the head can propose (default: those of --init, {DRAFT_VOCAB} for a new head)",
+    )
     train.add_argument("--held-out", type=int, default=100, help="answers kept for evaluation")
     _settings_arguments(train, TrainSettings)
     train.set_defaults(run=run_train_head)
@@ -98,22 +104,15 @@ def run_train_head(args: argparse.Namespace) -> int:
     answers = [answer for answer in everything if not benchmark.overlaps(answer.prompt)]
     accelerator.print(f"{len(answers)} answers; {len(everything) - len(answers)} overlap with a benchmark")
     split = split_answers(answers, held_out=args.held_out, seed=settings.seed)
-    if args.init is not None:
-        head = HeteroSpecHead.from_pretrained(args.init)
-    else:
-        eos = target.generation_config.eos_token_id
-        vocabulary = draft_vocabulary(
-            split.train,
-            size=min(args.draft_vocab, target.config.get_text_config(decoder=True).vocab_size),
-            vocab_size=target.config.get_text_config(decoder=True).vocab_size,
-            always=[eos] if isinstance(eos, int) else eos or [],
-        )
-        accelerator.print(f"draft vocabulary: {coverage(split.held_out, vocabulary):.1%} of held-out answer tokens")
-        head = new_head(target, vocabulary)
+    head = starting_head(args, target, split.train)
+    known = head.draft_to_target(torch.arange(head.config.draft_vocab_size))
+    accelerator.print(f"draft vocabulary: {coverage(split.held_out, known):.1%} of held-out answer tokens")
     layers = head.layers_of(target)
     store = FeatureStore(
         args.features or args.out / "features",
-        split,
+        answers,
+        held_out=args.held_out,
+        seed=settings.seed,
         description={"target": args.target, "dtype": args.target_dtype, "layers": layers, "top_k": TOP_K},
     )
     store.extract(target, layers=layers, accelerator=accelerator)
@@ -130,6 +129,27 @@ def run_train_head(args: argparse.Namespace) -> int:
     trainer.train()
     accelerator.print(f"head in {args.out} (best tau of held-out chains: {trainer.progress['best_tau']:.3f})")
     return 0
+
+
+def starting_head(args: argparse.Namespace, target: PreTrainedModel, answers: Sequence[Answer]) -> HeteroSpecHead:
+    """The head of `--init`, with a larger vocabulary if `--draft-vocab` asks for one, or a new one."""
+    text = target.config.get_text_config(decoder=True)
+    if args.init is None:
+        eos = target.generation_config.eos_token_id
+        size = min(args.draft_vocab or DRAFT_VOCAB, text.vocab_size)
+        always = [eos] if isinstance(eos, int) else eos or []
+        return new_head(target, draft_vocabulary(answers, size=size, vocab_size=text.vocab_size, always=always))
+    head = HeteroSpecHead.from_pretrained(args.init)
+    if args.draft_vocab in (None, head.config.draft_vocab_size):
+        return head
+    if args.draft_vocab < head.config.draft_vocab_size:
+        raise ValueError(
+            f"--draft-vocab must be at least the {head.config.draft_vocab_size} tokens of {args.init}; got "
+            f"{args.draft_vocab}. Leave it out to keep them."
+        )
+    known = head.draft_to_target(torch.arange(head.config.draft_vocab_size)).tolist()
+    vocabulary = draft_vocabulary(answers, size=args.draft_vocab, vocab_size=text.vocab_size, always=known)
+    return with_vocabulary(head, vocabulary, target.get_output_embeddings().weight.detach().cpu())
 
 
 def load_target(name: str, *, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

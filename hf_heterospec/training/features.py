@@ -117,3 +117,21 @@ class ShardReader:
             self.file.get_slice("target_ids")[targets],
             self.file.get_slice("target_logits")[targets],
         )
+
+
+class Selection:
+    """Some of a shard's examples.
+
+    Args:
+        indices: which, in the order they are given out.
+    """
+
+    def __init__(self, shard: ShardReader, indices: Sequence[int]) -> None:
+        self.shard, self.indices = shard, indices
+        self.answer_lengths = [shard.answer_lengths[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.shard[self.indices[index]]

@@ -1,11 +1,13 @@
-"""The feature store: a folder of shards, computed once for a corpus and a target, and resumable."""
+"""The feature store: a folder of shards, each computed once, and resumable.
+
+A shard holds 256 answers in the order of the corpus, and is named after what it was computed from. So a corpus that
+grows at its end keeps the shards it has, and one folder can serve several corpora.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +16,9 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from .answering import hash_text
 from .answers import Answer
-from .features import Example, ShardReader, target_pass, write_shard
+from .features import Example, Selection, ShardReader, target_pass, write_shard
 
 SHARD_SIZE = 256  # answers
 TOKENS_PER_PASS = 2560
@@ -23,25 +26,20 @@ TOP_K = 64  # of the target's distribution; what is below carries no weight
 
 
 class Split(NamedTuple):
-    """Answers for training, shuffled, and answers held out, some of every source."""
+    """Answers for training and answers held out, both in the order of the corpus."""
 
     train: list[Answer]
     held_out: list[Answer]
 
 
 def split_answers(answers: Sequence[Answer], *, held_out: int, seed: int) -> Split:
-    """Hold out about `held_out` answers in proportion to their sources, at least two of a source that has ten."""
-    shuffled = list(answers)
-    random.Random(seed).shuffle(shuffled)
-    by_source: dict[str, list[Answer]] = defaultdict(list)
-    for answer in shuffled:
-        by_source[answer.source].append(answer)
-    chosen: list[Answer] = []
-    for _, group in sorted(by_source.items()):
-        share = round(held_out * len(group) / len(shuffled))
-        chosen += group[: max(share, 2 if len(group) >= 10 and held_out else 0)]
-    ids = {answer.id for answer in chosen}
-    return Split([answer for answer in shuffled if answer.id not in ids], chosen)
+    """Hold out `held_out` answers, by a hash of their ids: more answers may replace some of them, but never by one that
+    was trained on before."""
+    ranked = sorted(answers, key=lambda answer: hash_text(f"{seed} {answer.id}"))
+    chosen = {answer.id for answer in ranked[:held_out]}
+    return Split(
+        [answer for answer in answers if answer.id not in chosen], [answer for answer in answers if answer.id in chosen]
+    )
 
 
 def passes(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
@@ -57,33 +55,23 @@ def passes(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
 
 
 class FeatureStore:
-    """Features of a split corpus in `folder`.
+    """Features of a corpus in `folder`.
 
     Args:
+        answers: the corpus, those held out included.
+        held_out: how many answers `split_answers` keeps from training, with `seed`.
         description: what the features depend on besides the answers, such as the target's name and the layers read.
-
-    Raises:
-        ValueError: when the folder was filled for another corpus, target or set of layers.
     """
 
-    def __init__(self, folder: Path, split: Split, *, description: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, answers: Sequence[Answer], *, held_out: int, seed: int, description: dict[str, Any]
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        train = [split.train[start : start + SHARD_SIZE] for start in range(0, len(split.train), SHARD_SIZE)]
-        self.answers = {f"train-{number:05d}": part for number, part in enumerate(train)}
-        if split.held_out:
-            self.answers["held-out"] = split.held_out
         self.folder = folder
-        listing = json.dumps(
-            [[name, [a.prompt_ids + a.response_ids for a in part]] for name, part in self.answers.items()]
-        )
-        manifest = description | {"answers": hashlib.sha256(listing.encode()).hexdigest()}
-        path = folder / "store.json"
-        if path.exists() and json.loads(path.read_text()) != manifest:
-            raise ValueError(
-                f"{folder} must hold features of this corpus, target and layers; got {path.read_text()}, wanted "
-                f"{json.dumps(manifest)}. Choose another folder, or delete it to compute the features again."
-            )
-        path.write_text(json.dumps(manifest))
+        parts = [list(answers[start : start + SHARD_SIZE]) for start in range(0, len(answers), SHARD_SIZE)]
+        # In the order in which their features lie in the file.
+        self.answers = {shard_name(part, description): [a for group in passes(part) for a in group] for part in parts}
+        self.held_out_ids = {answer.id for answer in split_answers(answers, held_out=held_out, seed=seed).held_out}
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -105,8 +93,20 @@ class FeatureStore:
                 write_shard(self.path(name), examples)
         accelerator.wait_for_everyone()
 
-    def train_shards(self) -> list[ShardReader]:
-        return [ShardReader(self.path(name)) for name in self.answers if name != "held-out"]
+    def train_shards(self) -> list[Selection]:
+        """What to train on, shard by shard."""
+        return [shard for name in self.answers if len(shard := self._select(name, held_out=False))]
 
-    def held_out(self) -> ShardReader | None:
-        return ShardReader(self.path("held-out")) if "held-out" in self.answers else None
+    def held_out(self) -> list[Selection]:
+        """What to evaluate on, shard by shard."""
+        return [shard for name in self.answers if len(shard := self._select(name, held_out=True))]
+
+    def _select(self, name: str, *, held_out: bool) -> Selection:
+        wanted = [(answer.id in self.held_out_ids) == held_out for answer in self.answers[name]]
+        return Selection(ShardReader(self.path(name)), [index for index, take in enumerate(wanted) if take])
+
+
+def shard_name(answers: Sequence[Answer], description: dict[str, Any]) -> str:
+    """A hash of the answers' tokens and of the description."""
+    content = [description, [[answer.prompt_ids, answer.response_ids] for answer in answers]]
+    return "shard-" + hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

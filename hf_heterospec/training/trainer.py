@@ -151,8 +151,7 @@ class HeadTrainer:
             num_processes=accelerator.num_processes,
         )
         self.total = max(1, round(settings.epochs * self.batches.steps_per_epoch))
-        held_out = store.held_out()
-        self.held_out = held_out_batches(held_out, batch_size=12, fraction=0.4, seed=1) if held_out else []
+        self.held_out = held_out_batches(store.held_out(), batch_size=12, fraction=0.4, seed=1)
         self.progress: dict[str, Any] = {"step": 0, "tokens": 0, "best_tau": 0.0}
         out.mkdir(parents=True, exist_ok=True)
         if saved := checkpoints(out / "checkpoints"):

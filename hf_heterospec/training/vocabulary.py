@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,19 +14,29 @@ from ..configuration import HeteroSpecConfig
 from ..head import HeteroSpecHead
 from .answers import Answer
 
+PROMPT_SHARE = 0.3
+
 
 def draft_vocabulary(answers: Iterable[Answer], *, size: int, vocab_size: int, always: Iterable[int] = ()) -> Tensor:
     """The `size` tokens that answers use most, as sorted target ids `[size]`.
 
+    What a prompt says the answer may say too: a token of a prompt counts `PROMPT_SHARE`. The rest of the places go to
+    low ids, which tokenizers give to frequent tokens.
+
     Args:
-        always: tokens that are in whatever their frequency, such as the end of an answer.
+        always: tokens that are in whatever their frequency, such as the end of an answer, or the tokens of a head
+            whose vocabulary grows.
 
     Raises:
         ValueError: when `size` is not between 1 and the target's vocabulary size.
     """
     if not 1 <= size <= vocab_size:
         raise ValueError(f"The draft vocabulary must hold 1 to {vocab_size} tokens; got {size}.")
-    counts = Counter(token for answer in answers for token in answer.response_ids)
+    counts: dict[int, float] = defaultdict(float)
+    for answer in answers:
+        for ids, share in ((answer.response_ids, 1.0), (answer.prompt_ids, PROMPT_SHARE)):
+            for token, count in Counter(ids).items():
+                counts[token] += share * count
     first = dict.fromkeys(always)
     ranked = sorted(range(vocab_size), key=lambda token: (token not in first, -counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
@@ -66,6 +77,31 @@ def new_head(target: PreTrainedModel, vocabulary: Tensor, *, layers: Sequence[in
     head.d2t.copy_(vocabulary - torch.arange(vocabulary.numel()))
     _start_from(head, target, vocabulary)
     return head
+
+
+@torch.no_grad()
+def with_vocabulary(head: HeteroSpecHead, vocabulary: Tensor, output_rows: Tensor) -> HeteroSpecHead:
+    """A copy of `head`, in fp32, that proposes the tokens of `vocabulary`.
+
+    Rows of tokens that `head` knows are kept. The others are the target's, mapped as the known ones were by training:
+    by least squares.
+
+    Args:
+        vocabulary: `[draft_vocab]` target ids, ascending.
+        output_rows: `[vocab, hidden]`, the target's output embeddings.
+    """
+    config = copy.deepcopy(head.config)
+    config.draft_vocab_size = vocabulary.numel()
+    grown = HeteroSpecHead(config).float()
+    state = {name: value for name, value in head.state_dict().items() if name not in ("d2t", "lm_head.weight")}
+    grown.load_state_dict(state, strict=False)
+    grown.d2t.copy_(vocabulary - torch.arange(vocabulary.numel()))
+    known = head.draft_to_target(torch.arange(head.config.draft_vocab_size))
+    trained, given = head.lm_head.weight.float(), output_rows.float()
+    rows = given @ torch.linalg.lstsq(given[known], trained).solution
+    rows[known] = trained
+    grown.lm_head.weight.copy_(rows[vocabulary])
+    return grown
 
 
 @torch.no_grad()
