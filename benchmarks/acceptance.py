@@ -12,8 +12,10 @@ well, and the two must have the same number of rounds. Resumes where it was stop
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from provenance import RESULTS, provenance, write_json
 from tqdm import tqdm
 
 from hf_heterospec import HeteroSpecGenerationConfig, HeteroSpecHead
+from hf_heterospec.beam import Level
 from hf_heterospec.configuration import DraftSettings
 from hf_heterospec.targets import load_default_target
 from hf_heterospec.traces import KnownText
@@ -41,6 +44,8 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=80, help="per set")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--answers", type=Path, help="folder that keeps the answers, for the next head to be measured")
+    parser.add_argument("--only-answers", action="store_true", help="fill that folder and stop")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     path = args.out or RESULTS / f"acceptance-{args.dtype}.json"
@@ -55,6 +60,8 @@ def main() -> int:
         if name in results["sets"]:
             continue
         texts = answer(model, tokenizer, args.folder / f"{name}.jsonl", args)
+        if args.only_answers:
+            continue
         results["sets"][name] = measure_set(model, head, texts, name, args.max_new_tokens)
         check_against_generate(model, head, *texts[0], results["sets"][name], args.max_new_tokens)
         results["mean_tau"] = {
@@ -68,6 +75,11 @@ def main() -> int:
 
 def answer(model, tokenizer, file: Path, args: argparse.Namespace) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, greedy answer ids) of the set, in its order."""
+    kept = args.answers / f"{args.dtype}-{args.max_new_tokens}-{file.name}" if args.answers else None
+    if kept is not None and kept.exists():
+        lines = [json.loads(line) for line in kept.read_text().splitlines()]
+        if len(lines) >= args.prompts:
+            return [(line["prompt_ids"], line["response_ids"]) for line in lines[: args.prompts]]
     rows = [json.loads(line) for line in file.read_text().splitlines()][: args.prompts]
     settings = CorpusSettings(max_new_tokens=args.max_new_tokens, max_prompt_tokens=4096, max_repeated_tokens=10**6)
     named = [(f"{index:04d}", {"prompt": row["turns"][0]}) for index, row in enumerate(rows)]
@@ -78,12 +90,15 @@ def answer(model, tokenizer, file: Path, args: argparse.Namespace) -> list[tuple
         longest_prompt=max(len(prompt.ids) for prompt in prompts),
         eos_ids={model.generation_config.eos_token_id},
     )
-    with tqdm(total=len(prompts), desc=f"{file.stem}: answers") as bar:
-        done = {}
-        for row in generator.run(prompts):
-            done[row.prompt.id] = (row.prompt.ids, row.response_ids)
-            bar.update()
-    return [done[key] for key in sorted(done)]
+    done = {}
+    for row in tqdm(generator.run(prompts), total=len(prompts), desc=f"{file.stem}: answers"):
+        done[row.prompt.id] = (row.prompt.ids, row.response_ids)
+    texts = [done[key] for key in sorted(done)]
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        lines = [{"source": file.stem, "prompt_ids": prompt, "response_ids": reply} for prompt, reply in texts]
+        kept.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return texts
 
 
 @torch.inference_mode()
@@ -93,11 +108,13 @@ def measure_set(model, head, texts: list[tuple[list[int], list[int]]], name: str
     for number, (prompt, reply) in enumerate(tqdm(texts, desc=f"{name}: drafts")):
         ids = torch.tensor([prompt + reply])
         text = KnownText(model, head, ids, settings=DraftSettings(top_k=TOP_K, total_tokens=NUM_NODES))
+        levels_at = functools.cache(functools.partial(text.draft_at, num_levels=max(DEPTHS) + 1))
         for depth, tally in tallies.items():
             root, end = len(prompt), ids.shape[1]
             while root < end - 1:
                 num_levels = min(depth + 1, len(prompt) + max_new_tokens - 2 - root)  # what `generate` has room for
-                accepted = follow(draft(text, ids, root, num_levels), ids[0, root + 1 :].tolist())
+                tree = tree_of(levels_at, root, ids[0, root : root + 1], num_levels)
+                accepted = follow(tree, ids[0, root + 1 :].tolist())
                 emitted = min(accepted + 1, end - 1 - root)
                 tally["rounds"] += 1
                 tally["tokens"] += emitted
@@ -118,12 +135,11 @@ def measure_set(model, head, texts: list[tuple[list[int], list[int]]], name: str
     }
 
 
-def draft(text: KnownText, ids: torch.Tensor, root: int, num_levels: int) -> DraftTree:
-    """EAGLE's tree under the token at position `root`; near the end of the answer it is shallower, as in `generate`."""
+def tree_of(levels_at: Callable[[int], list[Level]], root: int, token: torch.Tensor, num_levels: int) -> DraftTree:
+    """EAGLE's tree under `token`; near the length limit it is shallower, as in `generate`."""
     if num_levels < 1:
-        return DraftTree.root_only(ids[0, root : root + 1])
-    levels = text.draft_at(root, num_levels=num_levels)
-    return DraftTree.best_of(ids[0, root : root + 1], [level.candidates for level in levels], NUM_NODES)
+        return DraftTree.root_only(token)
+    return DraftTree.best_of(token, [level.candidates for level in levels_at(root)[:num_levels]], NUM_NODES)
 
 
 def follow(tree: DraftTree, continuation: list[int]) -> int:

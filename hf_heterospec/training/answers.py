@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +14,15 @@ REPEATED_RUN = 8  # tokens: a run that an answer already had is a repetition
 
 
 class Answer(NamedTuple):
-    """One prompt and what the target answered, as token ids. `source` names where the prompt came from."""
+    """One prompt and what the target answered, as token ids. `source` names where the prompt came from, `licence` the
+    prompt's licence."""
 
     id: str
     source: str
     prompt: str
     prompt_ids: list[int]
     response_ids: list[int]
+    licence: str = "unknown"
 
     @property
     def length(self) -> int:
@@ -65,5 +68,22 @@ def read_answers(paths: Iterable[Path]) -> list[Answer]:
     Raises:
         ValueError: naming the file that is damaged or lacks a field of `Answer`.
     """
-    answers = [Answer(*fields_of(row, Answer._fields, path)) for path in paths for row in read_jsonl(path)]
+    required = [name for name in Answer._fields if name not in Answer._field_defaults]
+    answers = [
+        Answer(*fields_of(row, required, path), row.get("licence", "unknown"))
+        for path in paths
+        for row in read_jsonl(path)
+    ]
     return [answer for answer in answers if len(answer.response_ids) >= 3]
+
+
+def describe_corpus(answers: Sequence[Answer]) -> dict[str, Any]:
+    """What a head was trained on, for its card: sizes, and answers per source and licence, most first."""
+    families = Counter(answer.source.split(":")[0] for answer in answers)
+    return {
+        "answers": len(answers),
+        "answer_tokens": sum(len(answer.response_ids) for answer in answers),
+        "prompt_tokens": sum(len(answer.prompt_ids) for answer in answers),
+        "sources": dict(families.most_common()),
+        "licences": dict(Counter(answer.licence for answer in answers).most_common()),
+    }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..head import HeteroSpecHead
 from ..targets import load_default_target
 from .answering import CorpusSettings
-from .answers import Answer, read_answers
+from .answers import Answer, describe_corpus, read_answers
 from .corpus import generate_corpus
 from .overlap import BenchmarkFilter
 from .store import TOP_K, FeatureStore, split_answers
@@ -127,6 +128,16 @@ def run_train_head(args: argparse.Namespace) -> int:
         accelerator=accelerator,
     )
     trainer.train()
+    if accelerator.is_main_process:
+        record = {
+            "target": args.target,
+            "started_from": args.init or "the target's last layer",
+            "corpus": describe_corpus(answers) | {"left_out_as_overlapping": len(everything) - len(answers)},
+            "draft_vocabulary": head.config.draft_vocab_size,
+            "settings": asdict(settings),
+            **trainer.progress,
+        }
+        (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
     accelerator.print(f"head in {args.out} (best tau of held-out chains: {trainer.progress['best_tau']:.3f})")
     return 0
 
