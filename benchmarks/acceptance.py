@@ -6,7 +6,7 @@ tau is the number of tokens per target pass of greedy decoding with the tree of 
 level more than that, as EAGLE counts). Greedy decoding with a head follows the target's own greedy answer, so that
 answer tells what every round accepts: answers are generated many at a time, then the head drafts at each position that
 a round starts from, by the code that drafts in `generate`. The first prompt of each set is decoded by `generate` as
-well, and the two must have the same number of rounds. Resumes where it was stopped.
+well; in fp32 the two must have the same number of rounds. Resumes where it was stopped.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def follow(tree: DraftTree, continuation: list[int]) -> int:
 
 
 def check_against_generate(model, head, prompt, reply, measured: dict, max_new_tokens: int) -> None:
-    """Decode the first prompt with the head itself. Where it gives the same text, the rounds must be the same too."""
+    """Decode the first prompt with the head itself. In fp32 the same text must come in the same rounds."""
     for depth in DEPTHS:
         config = HeteroSpecGenerationConfig(
             do_sample=False,
@@ -172,7 +172,9 @@ def check_against_generate(model, head, prompt, reply, measured: dict, max_new_t
         row = measured[f"depth_{depth}"]
         row["generate_gives_the_same_text"] = ids[0, len(prompt) :].tolist() == reply
         row["rounds_of_first_prompt_by_generate"] = head.last_statistics.rounds
-        if row["generate_gives_the_same_text"] and head.last_statistics.rounds != row["rounds_of_first_prompt"]:
+        # In half precision features differ by rounding, and so may a draft.
+        comparable = row["generate_gives_the_same_text"] and model.dtype == torch.float32
+        if comparable and head.last_statistics.rounds != row["rounds_of_first_prompt"]:
             raise RuntimeError(f"generate took {head.last_statistics.rounds} rounds, the replay another number: {row}")
 
 

@@ -70,7 +70,7 @@ def read_answers(paths: Iterable[Path]) -> list[Answer]:
     """
     required = [name for name in Answer._fields if name not in Answer._field_defaults]
     answers = [
-        Answer(*fields_of(row, required, path), row.get("licence", "unknown"))
+        Answer(**dict(zip(required, fields_of(row, required, path), strict=True)), licence=row.get("licence", "unknown"))
         for path in paths
         for row in read_jsonl(path)
     ]
