@@ -69,11 +69,11 @@ def read_answers(paths: Iterable[Path]) -> list[Answer]:
         ValueError: naming the file that is damaged or lacks a field of `Answer`.
     """
     required = [name for name in Answer._fields if name not in Answer._field_defaults]
-    answers = [
-        Answer(**dict(zip(required, fields_of(row, required, path), strict=True)), licence=row.get("licence", "unknown"))
-        for path in paths
-        for row in read_jsonl(path)
-    ]
+    answers = []
+    for path in paths:
+        for row in read_jsonl(path):
+            given = dict(zip(required, fields_of(row, required, path), strict=True))
+            answers.append(Answer(**given, licence=row.get("licence", "unknown")))
     return [answer for answer in answers if len(answer.response_ids) >= 3]
 
 
