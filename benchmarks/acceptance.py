@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from exactness import SETS
 from provenance import RESULTS, provenance, write_json
 from tqdm import tqdm
 
@@ -31,7 +32,6 @@ from hf_heterospec.training.answering import CorpusGenerator, CorpusSettings
 from hf_heterospec.training.corpus import tokenize
 from hf_heterospec.tree import DraftTree
 
-SETS = ("mt_bench", "humaneval", "gsm8k", "alpaca", "cnn_dm")
 DEPTHS = (5, 7)
 NUM_NODES, TOP_K = 60, 10
 

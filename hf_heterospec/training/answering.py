@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,20 +75,32 @@ class Row:
             self.runs.add(run)
 
 
+T = TypeVar("T")
 TOKENS_PER_PREFILL = 2048
 
 
-def prefills(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Prompts of like length together: at most `TOKENS_PER_PREFILL` tokens with padding, and a tenth of it padding."""
-    group: list[Prompt] = []
+def prompt_length(prompt: Prompt) -> int:
+    return len(prompt.ids)
+
+
+def by_length(
+    items: Iterable[T], length: Callable[[T], int], *, max_tokens: int, least_filled: float = 0.0
+) -> Iterator[list[T]]:
+    """Groups of items of like length, shortest first, to be padded to the longest of their group.
+
+    Args:
+        max_tokens: of a group with its padding, unless one item alone is longer.
+        least_filled: share of a group's tokens that may not be padding.
+    """
+    group: list[T] = []
     tokens = 0
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.ids)):
-        padded = (len(group) + 1) * len(prompt.ids)
-        if group and (padded > TOKENS_PER_PREFILL or tokens + len(prompt.ids) < 0.9 * padded):
+    for item in sorted(items, key=length):
+        padded = (len(group) + 1) * length(item)
+        if group and (padded > max_tokens or tokens + length(item) < least_filled * padded):
             yield group
             group, tokens = [], 0
-        group.append(prompt)
-        tokens += len(prompt.ids)
+        group.append(item)
+        tokens += length(item)
     if group:
         yield group
 
@@ -136,7 +148,7 @@ class CorpusGenerator:
 
     def _admit(self, prompts: list[Prompt]) -> None:
         """Prefill prompts into free slots, and append the first token of each answer."""
-        for group in prefills(prompts):
+        for group in by_length(prompts, prompt_length, max_tokens=TOKENS_PER_PREFILL, least_filled=0.9):
             lengths = [len(prompt.ids) for prompt in group]
             ids = torch.zeros(len(group), max(lengths), dtype=torch.long)
             for row, prompt in enumerate(group):  # padded on the right, where a causal row does not see it

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from .answering import hash_text
+from .answering import by_length, hash_text
 from .answers import Answer
 from .features import Example, Selection, ShardReader, target_pass, write_shard
 
@@ -44,14 +44,7 @@ def split_answers(answers: Sequence[Answer], *, held_out: int, seed: int) -> Spl
 
 def passes(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
     """Answers of like length together, about `TOKENS_PER_PASS` padded tokens at a time."""
-    group: list[Answer] = []
-    for answer in sorted(answers, key=lambda answer: answer.length):
-        if group and (len(group) + 1) * answer.length > TOKENS_PER_PASS:
-            yield group
-            group = []
-        group.append(answer)
-    if group:
-        yield group
+    return by_length(answers, lambda answer: answer.length, max_tokens=TOKENS_PER_PASS)
 
 
 class FeatureStore:
