@@ -50,6 +50,9 @@ class HeteroSpecConfig(LlamaConfig):
         return super().to_dict() | {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
+WIDEST_BEAM = 128  # of `draft_top_k`
+
+
 @dataclass(frozen=True)
 class DraftSettings:
     """How one call drafts. `depth` counts the expansions after the first top-k, as EAGLE does: paths hold up to
@@ -75,6 +78,8 @@ class DraftSettings:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}; got {number!r}.")
+        if self.top_k > WIDEST_BEAM:
+            raise ValueError(f"`draft_top_k` must be at most {WIDEST_BEAM}; got {self.top_k}. EAGLE's trees use 10.")
 
     @classmethod
     def resolve(cls, *generation_configs: GenerationConfig | None) -> "DraftSettings":
@@ -99,7 +104,7 @@ class HeteroSpecGenerationConfig(GenerationConfig):
             policy; without one they draft the fixed tree, with a warning.
         draft_depth: expansions after the first top-k (EAGLE's `depth`). `"throughput"` takes this and
             `draft_total_tokens` as upper bounds, `"paper"` as the base tree its strata were fitted for.
-        draft_top_k: width of the beam, and children per node; 1 drafts a chain.
+        draft_top_k: width of the beam, and children per node, at most 128; 1 drafts a chain.
         draft_total_tokens: nodes verified per target pass, the root included (EAGLE's `total_token`).
         draft_compile: `"auto"` uses compiled passes as soon as there are some and has them built in the background
             once a call is worth it, `"always"` waits for them, `"never"` leaves every pass eager.

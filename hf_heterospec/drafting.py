@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from .beam import Level, read_back
+from .beam import Level, first_level, next_level, read_back
 from .configuration import DraftSettings
 from .graphs import Graphs
 from .head import HeadOutput, HeteroSpecHead, gather_features
@@ -97,8 +97,14 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
             `[1, length, hidden]`, the head's outputs; it drafts from the last one.
         """
         length, start = features.shape[1], self.cache.length
-        mask = None if start == 0 else _causal_mask(length, start, features)
-        hidden, log_probs = self._run("read", next_ids, features, position_ids=position_ids, start=start, mask=mask)
+        graphs, mask = self._ready_graphs, _causal_mask(length, start, features) if start else None
+        if graphs is not None and mask is not None:
+            buffers = self.cache.reserve(start + length)
+            place = torch.tensor(start, device=features.device)
+            hidden, log_probs = graphs.run("read", next_ids, features, position_ids, mask, place, *buffers)
+        else:
+            attention = {"position_ids": position_ids, "cache": self.cache, "start": start, "mask": mask}
+            hidden, log_probs = self.head.read(self.embeddings, next_ids, features, **attention)
         self.cache.length += length
         self.last = HeadOutput(hidden[:, -1:], log_probs)
         self.next_position = position_ids[0, -1:] + 1
@@ -189,67 +195,28 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         width = min(width, self.head.config.draft_vocab_size)
         quantifier = self.policy.quantifier
         assert self.last is not None, "observe comes before drafting"
-        log_probs, draft_ids = self.last.log_probs.topk(width)  # [1, k]
-        paths = log_probs.new_zeros(1)  # H of the path to each parent
-        level = Level(
-            Candidates(
-                token_ids=self.head.draft_to_target(draft_ids[0]),
-                parents=draft_ids.new_full((width,), -1),
-                depths=draft_ids.new_ones(width),
-                values=log_probs[0],
-            ),
-            width=width,
-            entropies=None if quantifier is None else quantifier.extend(paths, log_probs, level=1),
-        )
-        yield level
-        first_index, rows = 0, torch.zeros_like(draft_ids[0])
-        hidden = self.last.hidden.expand(1, width, -1)
-        own = torch.zeros(width, 0, dtype=torch.bool, device=draft_ids.device)  # ancestors of each beam entry
-        for depth in count(1):
-            beam = level.beam  # [k], places in the newest level
-            rows = beam // width if depth > 1 else rows  # which parent each beam entry descends from
-            if depth > 1:
-                hidden, own = hidden[:, rows], own[rows]
-            own = torch.cat((own, torch.eye(width, dtype=torch.bool, device=own.device)), dim=1)
-            hidden, scores = self._expand(level.candidates.token_ids[beam], hidden, own, depth)
-            log_probs, draft_ids = scores.topk(width)  # [k, k]
-            children = Candidates(
-                token_ids=self.head.draft_to_target(draft_ids).flatten(),
-                parents=(first_index + beam).repeat_interleave(width),
-                depths=draft_ids.new_full((width * width,), depth + 1),
-                values=(level.candidates.values[beam, None] + log_probs).flatten(),
-            )
-            entropies = None
-            if quantifier is not None and level.entropies is not None:
-                entropies = quantifier.extend(level.entropies[rows], log_probs, level=depth + 1)
-            first_index += level.candidates.token_ids.shape[0]
-            level = Level(children, width=width, entropies=entropies)
+        level = first_level(self.head, *self.last, width=width, length=self.cache.length)
+        level = level.with_entropies(quantifier, level.values.new_zeros(1), depth=1)
+        for depth in count(2):
             yield level
+            deeper = self._expand(level, depth=depth - 1)
+            if quantifier is not None:
+                deeper = deeper.with_entropies(quantifier, level.beam_entropies, depth=depth)
+            level = deeper
 
-    def _expand(self, token_ids: Tensor, features: Tensor, own: Tensor, depth: int) -> HeadOutput:
-        """The head's pass over one level of the beam, k wide; its rows go behind the stable ones."""
-        width, length = token_ids.shape[0], self.cache.length
-        sees_context = torch.ones(width, length, dtype=torch.bool, device=own.device)
-        return self._run(
-            "expand",
-            token_ids[None],
-            features,
-            position_ids=(self.next_position + depth - 1).expand(1, width),
-            start=length + (depth - 1) * width,
-            mask=_additive(torch.cat((sees_context, own), dim=1), features.dtype),  # [k, length + depth * k]
-        )
+    def _expand(self, level: Level, *, depth: int) -> Level:
+        """The head's pass over the beam of `level`."""
+        inputs = (level.beam, level.token_ids, level.values, level.hidden, level.mask, self.next_position)
+        length, graphs = self.cache.length, self._ready_graphs
+        if graphs is None:
+            return next_level(self.head, self.embeddings, *inputs, depth=depth, length=length, cache=self.cache)
+        buffers = self.cache.reserve(length + depth * level.width)
+        places = (torch.tensor(number, device=level.beam.device) for number in (depth, length))
+        return Level(*graphs.run("expand", *inputs, *places, *buffers))
 
-    def _run(
-        self, name: str, token_ids: Tensor, features: Tensor, *, position_ids: Tensor, start: int, mask: Tensor | None
-    ) -> HeadOutput:
-        """`head.read` or `head.expand`, compiled once the graphs are ready."""
-        if self.graphs is None or not self.graphs.is_ready or mask is None:
-            run = getattr(self.head, name)
-            attention = {"position_ids": position_ids, "cache": self.cache, "start": start, "mask": mask}
-            return run(self.embeddings, token_ids, features, **attention)
-        buffers = self.cache.reserve(start + token_ids.shape[1])
-        place = torch.tensor(start, device=mask.device)
-        return HeadOutput(*self.graphs.run(name, token_ids, features, position_ids, mask, place, *buffers))
+    @property
+    def _ready_graphs(self) -> Graphs | None:
+        return self.graphs if self.graphs is not None and self.graphs.is_ready else None
 
     # transformers' own loop
 
@@ -279,8 +246,6 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
 def _causal_mask(length: int, start: int, like: Tensor) -> Tensor:
     """Additive mask of `length` new rows behind `start` old ones: `[length, start + length]`."""
     seen = torch.ones(length, start + length, dtype=torch.bool, device=like.device).tril(diagonal=start)
-    return _additive(seen, like.dtype)
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+        ~seen, torch.finfo(like.dtype).min
+    )

@@ -39,10 +39,10 @@ LOADING_PROBLEMS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 class HeadOutput(NamedTuple):
-    """What one pass of the head says."""
+    """What the head says of what it has read."""
 
     hidden: Tensor  # [1, length, hidden], before the final norm: the features of the next tokens
-    log_probs: Tensor  # [rows, draft_vocab] fp32: of the last row after `read`, of every row after `expand`
+    log_probs: Tensor  # [1, draft_vocab] fp32, of the last row
 
 
 class DraftCache:
@@ -328,11 +328,6 @@ class HeteroSpecHead(PreTrainedModel):
         """
         hidden = self(embeddings(token_ids), self.fc(features), **attention)
         return HeadOutput(hidden, self.log_probs(hidden[0, -1:]))
-
-    def expand(self, embeddings: nn.Module, token_ids: Tensor, features: Tensor, **attention: Any) -> HeadOutput:
-        """Go on from drafted `token_ids` `[1, length]`, with the head's own `features` before them."""
-        hidden = self(embeddings(token_ids), features, **attention)
-        return HeadOutput(hidden, self.log_probs(hidden[0]))
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """Draft log-probabilities q in fp32, `[..., draft_vocab]`, for outputs of `forward`, `[..., hidden]`."""

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from .beam import Level
 from .configuration import DraftSettings
 from .drafting import HeteroSpecCandidateGenerator
+from .graphs import graphs_for
 from .head import HeteroSpecHead, gather_features
 from .policy.entropy import Quantifier
 from .policy.rounds import FixedRounds
@@ -165,7 +166,7 @@ def collect(
         metadata: kept with the traces.
     """
     quantifier = quantifier or Quantifier()
-    settings = DraftSettings(depth=num_levels - 1, top_k=top_k)
+    settings = DraftSettings(depth=num_levels - 1, top_k=top_k, compile="never")  # so that traces can be repeated
     policy = FixedRounds(num_levels, settings.total_tokens, quantifier)
     rows: dict[str, list] = {name: [] for name in ARRAYS}
     sources: list[str] = []
@@ -199,7 +200,7 @@ class KnownText:
 
     Args:
         ids: `[1, length]`.
-        settings: `top_k` is the beam's width.
+        settings: `top_k` is the beam's width; `compile` whether the head drafts with compiled passes.
         policy: its quantifier, if it has one, gives the levels their entropies.
     """
 
@@ -213,7 +214,8 @@ class KnownText:
         policy: FixedRounds | None = None,
     ) -> None:
         self.width = settings.top_k
-        self.drafter = HeteroSpecCandidateGenerator(head, model, settings=settings, policy=policy)
+        graphs, _ = graphs_for(model, head, settings.compile)
+        self.drafter = HeteroSpecCandidateGenerator(head, model, settings=settings, policy=policy, graphs=graphs)
         layer_ids = self.drafter.target_layer_ids
         outputs = model(ids, output_hidden_states=sorted(set(layer_ids)), use_cache=False, logits_to_keep=1)
         features = gather_features(outputs.hidden_states, layer_ids, model.device)

@@ -136,15 +136,15 @@ def passes_of(
     embeddings = model.get_input_embeddings()
     modules = {
         "target": tracing.TargetPass(model, layer_ids),
-        "read": tracing.HeadPass(head, embeddings, reads_target=True),
-        "expand": tracing.HeadPass(head, embeddings, reads_target=False),
+        "read": tracing.ReadPass(head, embeddings),
+        "expand": tracing.ExpandPass(head, embeddings),
     }
     if shapes is None:
         return modules
     inputs = {
         "target": shapes.target_inputs(model),
-        "read": shapes.head_inputs(head, reads_target=True),
-        "expand": shapes.head_inputs(head, reads_target=False),
+        "read": shapes.read_inputs(head),
+        "expand": shapes.expand_inputs(head),
     }
     return {name: (modules[name], inputs[name]) for name in PASSES}
 
@@ -186,7 +186,8 @@ def _plain_config(config: Any) -> dict[str, Any]:
 @functools.cache
 def _hash_sources(model_file: str) -> str:
     package = Path(__file__).parent
-    files = [Path(model_file), package.parent / "head.py", *(package / f"{name}.py" for name in COMPUTES)]
+    ours = [package.parent / f"{name}.py" for name in ("head", "beam")] + [package / f"{name}.py" for name in COMPUTES]
+    files = [Path(model_file), *ours]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -45,8 +45,8 @@ class Graphs:
         self._bound_to: _WeightState | None = None
 
     @torch.no_grad()
-    def run(self, name: str, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The pass called `name` (see `building.PASSES`), on the inputs of `tracing.TargetPass` or `tracing.HeadPass`.
+    def run(self, name: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The pass called `name` (see `building.PASSES`), on the inputs of the module of that name in `tracing`.
         Writes to the cache tensors among them, which must be contiguous; the others are made so."""
         return self._artefacts[name](*(part.contiguous() for part in inputs), *self.weights[name])
 

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..beam import next_level
 from ..head import HeteroSpecHead, gather_features
 from .packing import PackedLinears, fuse_linears
 
@@ -73,22 +74,36 @@ class TargetPass(nn.Module):
         return outputs.logits[0], gather_features(outputs.hidden_states, self.layer_ids, token_ids.device)
 
 
-class HeadPass(nn.Module):
-    """`HeteroSpecHead.read` or `.expand`, with `mask` `[length, columns]`, a scalar `start`, keys and values last."""
+class ReadPass(nn.Module):
+    """`HeteroSpecHead.read`, with `mask` `[length, columns]`, a scalar `start`, keys and values last."""
 
-    def __init__(self, head: HeteroSpecHead, embeddings: nn.Module, *, reads_target: bool) -> None:
+    def __init__(self, head: HeteroSpecHead, embeddings: nn.Module) -> None:
         super().__init__()
-        self.head, self.embeddings, self.reads_target = head, embeddings, reads_target
+        self.head, self.embeddings = head, embeddings
 
     def forward(
         self, token_ids: Tensor, features: Tensor, position_ids: Tensor, mask: Tensor, start: Tensor, *buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        run = self.head.read if self.reads_target else self.head.expand
         cache = BufferCache(buffers, start, mask.shape[-1])
-        hidden, log_probs = run(
+        hidden, log_probs = self.head.read(
             self.embeddings, token_ids, features, position_ids=position_ids, cache=cache, start=start, mask=mask
         )
         return hidden, log_probs  # a plain tuple, which is all inductor knows
+
+
+class ExpandPass(nn.Module):
+    """`beam.next_level`, with scalars `depth` and `length`, keys and values last."""
+
+    def __init__(self, head: HeteroSpecHead, embeddings: nn.Module) -> None:
+        super().__init__()
+        self.head, self.embeddings = head, embeddings
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        *level, depth, length, keys, values = inputs
+        beam, mask = level[0], level[4]
+        cache = BufferCache((keys, values), length + (depth - 1) * beam.shape[0], mask.shape[-1] + beam.shape[0])
+        children = next_level(self.head, self.embeddings, *level, depth=depth, length=length, cache=cache)
+        return tuple(part for part in children if part is not None)
 
 
 def kind_of(tensor: Tensor) -> list[Any]:
@@ -146,11 +161,13 @@ class Shapes:
         device, dtype: the target's.
     """
 
-    HINTS = (23, 397, 1021)  # any sizes do, as long as they differ from one another and exceed 1
+    # Any sizes do, as long as they differ from one another and exceed 1; rows also stand for a beam, which no
+    # vocabulary is smaller than.
+    HINTS = (7, 397, 1021, 5, 211)
 
     def __init__(self, mode: FakeTensorMode, *, device: torch.device, dtype: torch.dtype) -> None:
         self.mode, self.device, self.dtype = mode, device, dtype
-        self.rows, self.columns, self.capacity = (self._symbol(hint) for hint in self.HINTS)
+        self.rows, self.columns, self.capacity, self.parents, self.candidates = map(self._symbol, self.HINTS)
 
     def _symbol(self, hint: int) -> torch.SymInt:
         dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -174,17 +191,32 @@ class Shapes:
             *(self._tensor(1, heads, self.capacity, head_dim) for _ in range(2 * config.num_hidden_layers)),
         ]
 
-    def head_inputs(self, head: HeteroSpecHead, *, reads_target: bool) -> list[Tensor]:
-        config = head.config
-        width = 3 * config.target_hidden_size if reads_target else config.hidden_size
+    def read_inputs(self, head: HeteroSpecHead) -> list[Tensor]:
         return [
             self._tensor(1, self.rows, dtype=torch.long),
-            self._tensor(1, self.rows, width),
+            self._tensor(1, self.rows, 3 * head.config.target_hidden_size),
             self._tensor(1, self.rows, dtype=torch.long),
             self._tensor(self.rows, self.columns),
             self._tensor(dtype=torch.long),
-            *(self._tensor(1, config.num_key_value_heads, self.capacity, config.head_dim) for _ in range(2)),
+            *self._head_cache(head),
         ]
+
+    def expand_inputs(self, head: HeteroSpecHead) -> list[Tensor]:
+        return [
+            self._tensor(self.rows, dtype=torch.long),
+            self._tensor(self.candidates, dtype=torch.long),
+            self._tensor(self.candidates, dtype=torch.float32),
+            self._tensor(1, self.parents, head.config.hidden_size),
+            self._tensor(self.parents, self.columns),
+            self._tensor(1, dtype=torch.long),
+            self._tensor(dtype=torch.long),
+            self._tensor(dtype=torch.long),
+            *self._head_cache(head),
+        ]
+
+    def _head_cache(self, head: HeteroSpecHead) -> list[Tensor]:
+        config = head.config
+        return [self._tensor(1, config.num_key_value_heads, self.capacity, config.head_dim) for _ in range(2)]
 
 
 def new_mode() -> FakeTensorMode:
