@@ -9,9 +9,15 @@ from conftest import prompt_of
 
 from hf_heterospec.benchmarking import runs
 from hf_heterospec.benchmarking.arms import Arm
+from hf_heterospec.benchmarking.plot import plot
 from hf_heterospec.benchmarking.prompts import load_prompt_sets
 from hf_heterospec.benchmarking.report import MEAN, summarise, table, verdict
 from hf_heterospec.benchmarking.runs import Record, RecordFile, run_arms
+from hf_heterospec.policy.calibration import Calibration, Curve
+from hf_heterospec.policy.costs import Costs
+from hf_heterospec.policy.repository import HeadReference, StratificationPolicy
+from hf_heterospec.policy.stratification import Strata, paper_tiers
+from hf_heterospec.policy.throughput import ThroughputRule
 
 SPLIT = {"prefill": 0.1, "head": 0.2, "target": 0.6, "other": 0.1}
 
@@ -95,10 +101,48 @@ def test_it_says_so_when_speculation_does_not_pay():
     assert verdict(summarise(winning)) == "Speculation pays: chain-5 runs at 2.00x plain-compiled."
 
 
-@pytest.mark.parametrize("name", ["tree-60-5", "chain-x", "chain", "speculative", "tree-a-b-c"])
+@pytest.mark.parametrize(
+    "name", ["tree-60-5", "chain-x", "chain", "speculative", "tree-a-b-c", "stock-eager", "paper-alpha", "plain"]
+)
 def test_unknown_arms_are_refused(name):
     with pytest.raises(ValueError, match="An arm must be known"):
         Arm.parse(name)
+
+
+def test_ablations_of_the_paper_change_its_tiers(target, head, prompts):
+    """Depth 5, 60 nodes, alpha 3 as printed in the paper; the head's own policy is untouched after a run."""
+    strata = Strata((1.0, 2.0, 3.0), paper_tiers(5, 60), depth=5, num_nodes=60, top_k=10)
+    rule = ThroughputRule(Calibration(10, (Curve((-1.0, 0.0), (0.0, 1.0)),), ((),)))
+    policy = StratificationPolicy(
+        HeadReference(head.fingerprint()), strata, rule, {"eager": Costs(((1, 1.0), (60, 2.0)), 1.0, 1.0, 0.1)}
+    )
+    head.policy = policy
+    trees = {
+        name: [tuple(tier) for tier in Arm.parse(name).policy_for(head).strata.tiers]
+        for name in ("paper", "paper-unpruned", "paper-alpha-2")
+    }
+    assert trees == {
+        "paper": [(8, 21), (7, 38), (6, 61)],
+        "paper-unpruned": [(8, 60), (7, 60), (6, 60)],
+        "paper-alpha-2": [(7, 20), (6, 37), (5, 60)],
+    }
+    run_arms(target, None, head, arms=[Arm.parse("paper-unpruned-eager")], prompt_sets=prompts, max_new_tokens=6)
+    assert head.policy is policy
+    head.policy = None
+
+
+def test_the_plot_has_a_bar_for_every_arm_and_set(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib.axes")
+    records = [record("stock", 0, 1.0), record("stock", 0, 2.0, prompt_set="b"), record("chain-3", 0, 0.5)]
+    drawn = []
+    bar = matplotlib.Axes.bar
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            matplotlib.Axes, "bar", lambda *args, **kw: drawn.append((kw["label"], args[2])) or bar(*args, **kw)
+        )
+        plot(summarise(records), tmp_path / "bench.png")
+    assert drawn == [("stock", [10.0, 5.0, 7.5]), ("chain-3", [20.0])]
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompt_sets_come_from_files_and_folders(tmp_path):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..configuration import DraftCompile, HeteroSpecGenerationConfig
+from ..head import HeteroSpecHead
+from ..policy.repository import StratificationPolicy
 
 STOCK, PLAIN = "stock", "plain-compiled"
 DEFAULT_ARMS = (STOCK, "prompt-lookup", PLAIN, "chain-5", "tree-60-5-10", "tree-16-1-10")
 SYNTAX = (
-    "stock, prompt-lookup, plain-eager, plain-compiled, throughput, paper, chain-DEPTH, or tree-NODES-DEPTH-WIDTH "
-    "as in tree-60-5-10"
+    "stock, prompt-lookup, plain-compiled, throughput, paper, paper-unpruned (extended depth alone), "
+    "paper-alpha-ALPHA, chain-LEVELS, tree-NODES-DEPTH-WIDTH as in tree-60-5-10, plain-eager, and all of ours with "
+    "-eager behind them"
 )
 
 
@@ -23,11 +26,13 @@ class Arm:
         name: see `SYNTAX`.
         draft: `draft_*` fields; `None` for arms that run without the head.
         generate: further arguments of `generate`.
+        tiers: changes to the paper's tiers, arguments of `Strata.with_tiers`.
     """
 
     name: str
     draft: dict[str, Any] | None = None
     generate: dict[str, Any] = field(default_factory=dict)
+    tiers: dict[str, Any] = field(default_factory=dict)
 
     @property
     def speculates(self) -> bool:
@@ -35,34 +40,43 @@ class Arm:
 
     @classmethod
     def parse(cls, name: str, *, compile: DraftCompile = "always") -> Arm:
-        """The arm called `name`. `compile` is what arms with a head get, `plain-eager` excepted.
+        """The arm called `name`. `compile` is what arms with a head get, those called `-eager` excepted.
 
         Raises:
             ValueError: for a name that is no arm.
         """
-        kind, *numbers = name.split("-") if name[:4] in ("tree", "chai") else [name]
-        try:
-            sizes = [int(number) for number in numbers]
-        except ValueError:
-            sizes = []
-        if name == STOCK:
-            return cls(name)
-        if name == "prompt-lookup":
-            return cls(name, generate={"prompt_lookup_num_tokens": 10})
-        if name == "plain-eager":
-            return cls(name, draft={"draft_policy": "off", "draft_compile": "never"})
-        if name == PLAIN:
-            return cls(name, draft={"draft_policy": "off", "draft_compile": compile})
-        if name in ("throughput", "paper"):
-            return cls(name, draft={"draft_policy": name, "draft_compile": compile})
-        if kind == "chain" and len(sizes) == 1:
-            depth, nodes, width = sizes[0] - 1, sizes[0] + 1, 1
-        elif kind == "tree" and len(sizes) == 3:
-            nodes, depth, width = sizes
-        else:
-            raise ValueError(f"An arm must be known; got {name!r}; allowed: {SYNTAX}.")
+        base = name.removesuffix("-eager")
+        draft: dict[str, Any] = {"draft_compile": compile if base == name else "never"}
+        match [int(part) if part.isdecimal() else part for part in base.split("-")]:
+            case ["stock"] if base == name:
+                return cls(name)
+            case ["prompt", "lookup"] if base == name:
+                return cls(name, generate={"prompt_lookup_num_tokens": 10})
+            case ["plain"] if base != name:
+                return cls(name, draft | {"draft_policy": "off"})
+            case ["plain", "compiled"] if base == name:
+                return cls(name, draft | {"draft_policy": "off"})
+            case ["throughput" | "paper" as policy]:
+                return cls(name, draft | {"draft_policy": policy})
+            case ["paper", "unpruned"]:
+                return cls(name, draft | {"draft_policy": "paper"}, tiers={"prune": False})
+            case ["paper", "alpha", int(alpha)]:
+                return cls(name, draft | {"draft_policy": "paper"}, tiers={"alpha": alpha})
+            case ["chain", int(levels)]:
+                nodes, depth, width = levels + 1, levels - 1, 1
+            case ["tree", int(nodes), int(depth), int(width)]:
+                pass
+            case _:
+                raise ValueError(f"An arm must be known; got {name!r}; allowed: {SYNTAX}.")
         tree = {"draft_depth": depth, "draft_total_tokens": nodes, "draft_top_k": width}
-        return cls(name, draft={"draft_policy": "fixed", "draft_compile": compile} | tree)
+        return cls(name, draft | {"draft_policy": "fixed"} | tree)
+
+    def policy_for(self, head: HeteroSpecHead) -> StratificationPolicy | None:
+        """The head's policy, with this arm's tiers."""
+        policy = head.policy
+        if policy is None or not self.tiers:
+            return policy
+        return replace(policy, strata=policy.strata.with_tiers(**self.tiers))
 
     def config(self, **kwargs: Any) -> HeteroSpecGenerationConfig:
         """The generation config of this arm, with the fields all arms share in `kwargs`."""

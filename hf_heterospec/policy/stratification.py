@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,10 @@ class Strata:
     def bin(self, entropy: float) -> int:
         """Which bin: 0 is the most predictable. A value equal to a cut lies below it, as in scikit-learn."""
         return bisect.bisect_left(self.cuts, entropy)
+
+    def with_tiers(self, **changes: Any) -> Strata:
+        """The same intervals with other trees; `changes` as for `paper_tiers`."""
+        return replace(self, tiers=paper_tiers(self.depth, self.num_nodes, **changes)[: len(self.tiers)])
 
     def rounds(self) -> StratifiedRounds:
         """The policy for one call."""
