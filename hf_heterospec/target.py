@@ -22,7 +22,7 @@ from transformers.utils import logging
 from .configuration import DraftSettings
 from .graphs import Graphs
 from .head import gather_features
-from .rows import RowStore, StoredLayer
+from .rows import Rows, StoredLayer, rows_of
 from .tree import DraftLimits, DraftTree
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,7 @@ class Target:
     ) -> None:
         self.model = model
         self.graphs = graphs
-        self.store: RowStore | None = None  # the cache's rows, where the cache allows
+        self.rows: Rows | None = None  # the cache's, where its kind allows
         self.layer_ids = layer_ids
         self.generation_config = generation_config
         self.wants_hidden_states = bool(generation_config.output_hidden_states)
@@ -91,7 +91,7 @@ class Target:
         # From here on rejected rows are rolled back, so layers with a window must keep what they would drop.
         self._recording = [(layer, layer.record_past) for layer in self.cache.layers if hasattr(layer, "record_past")]
         self.cache.activate_past_recording()
-        self.store = RowStore.adopt(self.cache)
+        self.rows = rows_of(self.cache)
         return self._read(outputs, outputs.logits[0, -1:])
 
     def prompt_positions(self, length: int) -> tuple[Tensor, Tensor]:
@@ -139,16 +139,18 @@ class Target:
 
     def verify(self, tree: DraftTree) -> TargetPass:
         """One pass over all nodes of `tree`. Appends their rows to the cache; `commit` must follow."""
-        if self.store is not None:
-            self.store.reserve(self.cached_length + tree.num_nodes)
+        end = self.cached_length + tree.num_nodes
+        if self.rows is not None:
+            self.rows.reserve(end, filled=self.cached_length)
             if self.graphs is not None and self.is_compiled:
-                return self._verify_compiled(tree, self.graphs, self.store)
-            self.store.show(self.cached_length)
+                return self._verify_compiled(tree, self.graphs, self.rows)
+            self.rows.show(self.cached_length)
         kwargs = dict(self.model_kwargs)
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = kwargs["position_ids"][..., -1:] + tree.depths
         if tree.width > 1:
-            kwargs["attention_mask"] = self._tree_mask(tree)
+            columns = self.cache.get_mask_sizes(tree.num_nodes, 0)[0] if self.rows is None else self.rows.columns(end)
+            kwargs["attention_mask"] = self._tree_mask(tree, columns)
         elif (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = torch.cat((mask, mask.new_ones(1, tree.num_nodes - 1)), dim=1)
         if "logits_to_keep" in kwargs:
@@ -160,7 +162,7 @@ class Target:
     @property
     def is_compiled(self) -> bool:
         """Whether the next `verify` runs a compiled graph."""
-        ready = self.graphs is not None and self.graphs.is_ready and self.store is not None
+        ready = self.graphs is not None and self.graphs.is_ready and self.rows is not None
         return ready and not self.wants_hidden_states and self.model_kwargs.get("position_ids") is not None
 
     def describe_passes(self, status: str) -> str:
@@ -169,23 +171,21 @@ class Target:
             return status
         cache = type(self.cache).__name__
         return (
-            f"eager: compiled passes take no {cache}"
-            if self.store is None
-            else "eager: the call asks for hidden states"
+            f"eager: compiled passes take no {cache}" if self.rows is None else "eager: the call asks for hidden states"
         )
 
-    def _verify_compiled(self, tree: DraftTree, graphs: Graphs, store: RowStore) -> TargetPass:
+    def _verify_compiled(self, tree: DraftTree, graphs: Graphs, rows: Rows) -> TargetPass:
         logits, features = graphs.run(
             "target",
             tree.token_ids[None],
             self.model_kwargs["position_ids"][:, -1:] + tree.depths,
-            self._tree_mask(tree),
+            self._tree_mask(tree, self.cached_length + tree.num_nodes),
             torch.tensor(self.cached_length, device=tree.token_ids.device),
-            *store.parts(),
+            *rows.parts(),
         )
         return TargetPass(logits, features, None)
 
-    def _tree_mask(self, tree: DraftTree) -> Tensor:
+    def _tree_mask(self, tree: DraftTree, columns: int) -> Tensor:
         """Additive `[1, 1, num_nodes, columns]`: a node sees the context, its ancestors and itself.
 
         For a root with children a and b, and a's child c, behind a context of 2 tokens (x: seen):
@@ -197,7 +197,6 @@ class Target:
             c        x   x   x   x . x
         """
         num_nodes, start = tree.num_nodes, self.cached_length
-        columns = start + num_nodes if self.store is not None else self.cache.get_mask_sizes(num_nodes, 0)[0]
         device, dtype = tree.token_ids.device, self.model.dtype
         seen = torch.zeros(num_nodes, columns, dtype=torch.bool, device=device)
         context = self.model_kwargs.get("attention_mask")
@@ -209,31 +208,31 @@ class Target:
     def commit(self, path: list[int], num_nodes: int) -> None:
         """Keep the rows of the accepted nodes, in order, and drop the other rows of the last `verify`."""
         is_in_place = path == list(range(len(path)))
-        if self.store is not None:
+        accepted = torch.tensor(path, device=self.model.device) + self.cached_length
+        if self.rows is not None:
             if not is_in_place:
-                self.store.move(
-                    torch.tensor(path, device=self.store.buffer.device) + self.cached_length, self.cached_length
-                )
-            self.store.length = self.cached_length + len(path)
-        elif not is_in_place:
-            for layer in self.cache.layers:
-                if not layer.is_initialized:  # shares another layer's rows
-                    continue
-                rows = torch.tensor(path, device=layer.keys.device) + self.cached_length
-                kept = slice(self.cached_length, self.cached_length + len(path))
-                layer.keys[:, :, kept] = layer.keys[:, :, rows]
-                layer.values[:, :, kept] = layer.values[:, :, rows]
-        if self.store is None:
+                self.rows.move(accepted, self.cached_length)
+        else:
+            if not is_in_place:
+                self._move_in_layers(accepted)
             self.cache.crop(len(path) - num_nodes)
         self.cached_length += len(path)
         self.model_kwargs = self.model._update_model_kwargs_for_generation(
             {}, self.model_kwargs, num_new_tokens=len(path)
         )
 
+    def _move_in_layers(self, accepted: Tensor) -> None:
+        kept = slice(self.cached_length, self.cached_length + len(accepted))
+        for layer in self.cache.layers:
+            if layer.is_initialized:  # else it shares another layer's rows
+                rows = accepted.to(layer.keys.device)
+                layer.keys[:, :, kept] = layer.keys[:, :, rows]
+                layer.values[:, :, kept] = layer.values[:, :, rows]
+
     def finish(self) -> Cache:
         """Leave the cache as plain `generate` would: as long as the text, and window layers stop recording."""
-        if self.store is not None:
-            self.store.show(self.cached_length)
+        if self.rows is not None:
+            self.rows.show(self.cached_length)
         for layer, was_recording in self._recording:
             layer.record_past = was_recording
         return self.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from conftest import ARCHITECTURES, chat_ids, draft_config, prompt_of, tiny_head, tiny_target
@@ -136,21 +138,26 @@ def test_nothing_stays_on_the_model(target, head):
 
 
 def test_smollm_on_the_bench_prompts(smollm, bench_prompts):
-    """Three prompts of each evaluation set; `benchmarks/exactness.py` does 20."""
+    """Three prompts of each evaluation set, eagerly with one tree and compiled with the policies in turn;
+    `benchmarks/exactness.py` does 20."""
     model, tokenizer, head = smollm
-    taus = []
-    for row in bench_prompts:
+    tree = {"draft_depth": 4, "draft_top_k": 10, "draft_total_tokens": 30}
+    taus, served = [], {}
+    for row, policy in zip(bench_prompts, itertools.cycle(("throughput", "paper", "fixed", "off"))):
         input_ids = chat_ids(tokenizer, row["prompt"])
         plain = model.generate(input_ids, do_sample=False, max_new_tokens=128)
-        config = HeteroSpecGenerationConfig(
-            do_sample=False,
-            max_new_tokens=128,
-            draft_policy="fixed",
-            draft_depth=4,
-            draft_top_k=10,
-            draft_total_tokens=30,
-        )
-        output = model.generate(input_ids, generation_config=config, assistant_model=head)
-        assert output.tolist() == plain.tolist(), f"{row['set']} {row['question_id']}"
-        taus.append(head.last_statistics.tau)
+        for draft in (
+            {"draft_policy": "fixed", "draft_compile": "never", **tree},
+            {"draft_policy": policy, "draft_compile": "always"},
+        ):
+            config = HeteroSpecGenerationConfig(do_sample=False, max_new_tokens=128, **draft)
+            output = model.generate(input_ids, generation_config=config, assistant_model=head)
+            assert output.tolist() == plain.tolist(), f"{row['set']} {row['question_id']} {draft}"
+            if draft["draft_compile"] == "never":
+                taus.append(head.last_statistics.tau)
+            else:
+                served.setdefault(policy, set()).update(head.last_statistics.tiers)
+                assert head.last_statistics.graphs == "compiled"
     assert sum(taus) / len(taus) > 1.9  # the head is a real one
+    assert len(served["throughput"]) > 3  # tiers switched inside answers
+    assert len(served["paper"]) > 1

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from conftest import draft_config, prompt_of, tiny_head, tiny_target
+from transformers import StaticCache
 
 from hf_heterospec.graphs import building, running
 from hf_heterospec.graphs.building import GraphSpec
@@ -51,6 +52,23 @@ def test_compiled_text_is_plain_text(compiled, tree, length):
     output = generate(target, head, ids, draft_compile="always", **TREES[tree])
     assert head.last_statistics.graphs == "compiled"
     assert torch.equal(output, plain(target, ids))
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_static_cache_is_compiled_too(compiled, tree):
+    """One that `generate` makes, and one of an earlier turn that leaves room for a few rows of a tree only."""
+    target, head = compiled
+    ids, options = prompt_of(9), TREES[tree] | {"draft_compile": "always"}
+    output = generate(target, head, ids, cache_implementation="static", **options)
+    assert head.last_statistics.graphs == "compiled"
+    assert torch.equal(output, plain(target, ids))
+    cache = StaticCache(config=target.config, max_cache_len=9 + 2 * 24 + 3)
+    config = draft_config(**options)
+    first = target.generate(ids, assistant_model=head, generation_config=config, cache=cache)
+    second = target.generate(first, assistant_model=head, generation_config=config, cache=cache)
+    assert head.last_statistics.graphs == "compiled"
+    assert torch.equal(second, plain(target, ids, 48))
+    assert int(cache.get_seq_length()) == second.shape[1] - 1
 
 
 def test_nothing_compiles_after_the_first_time(compiled, monkeypatch):
