@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from .beam import Level
-from .configuration import DraftSettings
+from .configuration import DraftCompile, DraftSettings
 from .drafting import HeteroSpecCandidateGenerator
 from .graphs import graphs_for
 from .head import HeteroSpecHead, gather_features
@@ -150,6 +150,7 @@ def collect(
     top_k: int = 10,
     every: int = 1,
     quantifier: Quantifier | None = None,
+    compile: DraftCompile = "never",
     metadata: dict[str, str] | None = None,
     progress: bool = True,
 ) -> Traces:
@@ -163,10 +164,11 @@ def collect(
         num_levels: levels to draft; a policy can be simulated up to this depth.
         every: trace every so-manieth position; replaying whole answers needs 1.
         quantifier: how entropies are computed.
+        compile: whether the head drafts with compiled passes. That is faster, and values may round otherwise.
         metadata: kept with the traces.
     """
     quantifier = quantifier or Quantifier()
-    settings = DraftSettings(depth=num_levels - 1, top_k=top_k, compile="never")  # so that traces can be repeated
+    settings = DraftSettings(depth=num_levels - 1, top_k=top_k, compile=compile)
     policy = FixedRounds(num_levels, settings.total_tokens, quantifier)
     rows: dict[str, list] = {name: [] for name in ARRAYS}
     sources: list[str] = []

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..graphs import graphs_for
 from ..head import HeteroSpecHead
+from ..machine import DTYPES, resolve_dtype
 from ..targets import load_pair
 from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
 from .plot import plot
@@ -41,7 +42,12 @@ def add_parsers(subparsers: Any) -> None:
     for parser in (bench, compile_):
         parser.add_argument("--target", help="folder or repository (default: SmolLM2-135M-Instruct)")
         parser.add_argument("--head", help="folder or repository (default: the head for SmolLM2-135M-Instruct)")
-        parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
+        parser.add_argument(
+            "--dtype",
+            choices=DTYPES,
+            default="auto",
+            help="auto: bfloat16 where the machine multiplies it, else float32",
+        )
         parser.add_argument("--device", default="cpu")
 
 
@@ -109,6 +115,7 @@ def run_compile(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, HeteroSpecHead]:
     if args.target is not None and not args.head:
         raise ValueError("--target needs its head; got no --head. Pass a head trained for that target.")
+    args.dtype = resolve_dtype(args.dtype, args.device)
     return load_pair(args.target, args.head or None, dtype=getattr(torch, args.dtype), device=args.device)
 
 

@@ -16,6 +16,8 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from ..machine import multiplies_bfloat16
+
 ROWS_HINT = 16  # packing for so many rows gives the layout that is fastest for every number of rows from 1 on
 
 _library = torch.library.Library("hf_heterospec", "DEF")
@@ -40,7 +42,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this machine has packed kernels for weights of `dtype` on `device`."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16(device))
 
 
 def pack(weights: Sequence[Tensor]) -> Tensor:

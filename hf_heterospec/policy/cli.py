@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..machine import DTYPES, resolve_dtype
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,7 +45,9 @@ def add_parsers(subparsers: Any) -> None:
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="folder or repository of the target (default: the embedded SmolLM2)")
     parser.add_argument("--head", help="folder or repository of the head (default: the shipped one)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 where the machine multiplies it, else float32"
+    )
     parser.add_argument("--device", default="cpu")
 
 
@@ -54,6 +58,9 @@ def _add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=160, help="of an answer")
     parser.add_argument("--levels", type=int, default=9, help="levels to draft at each position")
     parser.add_argument("--top-k", type=int, default=10)
+    parser.add_argument(
+        "--compile", choices=("always", "never"), default="never", help="of the head's passes while tracing"
+    )
 
 
 def run_trace(args: argparse.Namespace) -> int:
@@ -121,6 +128,7 @@ def load_models(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTo
 
     from ..targets import load_pair
 
+    args.dtype = resolve_dtype(args.dtype, args.device)
     return load_pair(args.target, args.head, dtype=getattr(torch, args.dtype), device=args.device)
 
 
@@ -146,7 +154,9 @@ def collect_traces(
         "dtype": args.dtype,
         "fingerprint": head.fingerprint(),
     }
-    return collect(model, head, answers, num_levels=args.levels, top_k=args.top_k, metadata=metadata)
+    return collect(
+        model, head, answers, num_levels=args.levels, top_k=args.top_k, compile=args.compile, metadata=metadata
+    )
 
 
 def _read_answers(args: argparse.Namespace) -> list[TracedAnswer]:

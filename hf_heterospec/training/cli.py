@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..head import HeteroSpecHead
+from ..machine import DTYPES, resolve_dtype
 from ..targets import load_default_target
 from .answering import CorpusSettings
 from .answers import Answer, describe_corpus, read_answers
@@ -46,8 +47,9 @@ HELP = {
     "checkpoint_every": "steps between checkpoints and evaluations",
     "log_every": "steps per line of log.jsonl",
     "seed": "of everything random",
-    "dtype": "of the head's products: bfloat16 or float32",
+    "dtype": "of the head's products: bfloat16 or float32, or auto: bfloat16 where the machine multiplies it",
 }
+DEFAULTS = {"dtype": "auto"}  # where the command line's differ from the settings'
 OPTIONAL_TYPES: dict[str, type] = {"system": str}
 
 
@@ -81,6 +83,7 @@ def add_parsers(subparsers: Any) -> None:
 
 def run_corpus(args: argparse.Namespace) -> int:
     settings = _settings(args, CorpusSettings)
+    args.target_dtype = resolve_dtype(args.target_dtype, "cpu")
     target, tokenizer = load_target(args.target, dtype=args.target_dtype)
     out = generate_corpus(
         target,
@@ -96,6 +99,8 @@ def run_corpus(args: argparse.Namespace) -> int:
 
 
 def run_train_head(args: argparse.Namespace) -> int:
+    device = PartialState().device
+    args.dtype, args.target_dtype = resolve_dtype(args.dtype, device), resolve_dtype(args.target_dtype, device)
     settings = _settings(args, TrainSettings)
     accelerator = Accelerator(mixed_precision="bf16" if settings.dtype == "bfloat16" else "no")
     target, _ = load_target(args.target, dtype=args.target_dtype)
@@ -188,14 +193,20 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
 
 def _target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="default", help="folder or Hub repository; `default`: the embedded SmolLM2")
-    parser.add_argument("--target-dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument(
+        "--target-dtype",
+        choices=DTYPES,
+        default="auto",
+        help="auto: bfloat16 where the machine multiplies it, else float32",
+    )
 
 
 def _settings_arguments(parser: argparse.ArgumentParser, settings: type) -> None:
     for item in fields(settings):
         flag = "--" + item.name.replace("_", "-")
         kind = OPTIONAL_TYPES.get(item.name) or type(item.default)
-        parser.add_argument(flag, type=kind, default=item.default, help=f"{HELP[item.name]} (default: %(default)s)")
+        default = DEFAULTS.get(item.name, item.default)
+        parser.add_argument(flag, type=kind, default=default, help=f"{HELP[item.name]} (default: %(default)s)")
 
 
 def _settings(args: argparse.Namespace, settings: type) -> Any:
