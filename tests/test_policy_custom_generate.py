@@ -1,11 +1,15 @@
 """The custom generation method that is pushed beside the head, run from its folder, offline."""
 
 import importlib.metadata
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_head, tiny_target
+from transformers import AutoModelForCausalLM
+
+from hf_heterospec import HeteroSpecHead
 
 REPOSITORY = Path(__file__).parents[1] / "hub_assets" / "SmolLM2-135M-Instruct-heterospec"
 
@@ -41,6 +45,21 @@ def test_a_head_can_be_named_by_its_folder(tmp_path):
         do_sample=False,
     )  # fmt: skip
     assert torch.equal(ours, model.generate(ids, max_new_tokens=24, do_sample=False))
+
+
+def test_a_model_repository_can_carry_the_method(tmp_path):
+    """Loaded with `trust_remote_code=True`, the model's own `generate` drafts; otherwise it is upstream's."""
+    source = tiny_target()
+    source.save_pretrained(tmp_path)
+    shutil.copytree(REPOSITORY / "custom_generate", tmp_path / "custom_generate")
+    tiny_head(source).save_pretrained(tmp_path / "head")
+    ids, arguments = torch.tensor([[5, 9, 12, 3]]), {"max_new_tokens": 24, "do_sample": False}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path).generate(ids, **arguments)
+    head = HeteroSpecHead.from_pretrained(tmp_path / "head")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    assert torch.equal(model.generate(ids, assistant_model=head, **arguments), plain)
+    assert head.last_statistics.rounds > 0
+    assert torch.equal(model.generate(input_ids=ids, head=str(tmp_path / "head"), **arguments), plain)
 
 
 def test_remote_code_needs_consent():
