@@ -11,7 +11,7 @@ from hf_heterospec.benchmarking import runs
 from hf_heterospec.benchmarking.arms import Arm
 from hf_heterospec.benchmarking.plot import plot
 from hf_heterospec.benchmarking.prompts import load_prompt_sets
-from hf_heterospec.benchmarking.report import MEAN, summarise, table, verdict
+from hf_heterospec.benchmarking.report import MEAN, on_hardest, summarise, table, verdict
 from hf_heterospec.benchmarking.runs import Record, RecordFile, run_arms
 from hf_heterospec.policy.calibration import Calibration, Curve
 from hf_heterospec.policy.costs import Costs
@@ -99,6 +99,15 @@ def test_it_says_so_when_speculation_does_not_pay():
     assert verdict(summarise(losing)).startswith("Speculation does not pay here: the best of it, tree-60-5-10")
     winning = [*losing, record("chain-5", 0, 0.5)]
     assert verdict(summarise(winning)) == "Speculation pays: chain-5 runs at 2.00x plain-compiled."
+
+
+def test_the_hardest_prompts_are_those_of_the_lowest_tau():
+    records = [record("plain-compiled", number, 1.0) for number in range(4)]
+    records += [record("chain-3", number, [0.5, 2.0, 1.25, 0.1][number], tau=[3.0, 1.1, 1.2, 4.0][number])
+                for number in range(4)]  # fmt: skip
+    assert on_hardest(records, "chain-3", num_prompts=2) == pytest.approx((0.5 + 0.8) / 2)
+    assert on_hardest(records, "stock") is None
+    assert on_hardest(records[4:], "chain-3") is None
 
 
 @pytest.mark.parametrize(

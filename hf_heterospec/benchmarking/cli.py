@@ -18,7 +18,7 @@ from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
 from .plot import plot
 from .prompts import load_prompt_sets
 from .provenance import describe_run
-from .report import Summary, overall, summarise, table, verdict
+from .report import Summary, on_hardest, overall, summarise, table, verdict
 from .runs import RecordFile, run_arms
 
 
@@ -77,6 +77,7 @@ def run_bench(args: argparse.Namespace) -> int:
         done=done,
     )
     summaries = summarise(records)
+    hardest = {arm.name: on_hardest(records, arm.name) for arm in arms if arm.speculates}
     bandwidth = provenance["machine"]["read_gigabytes_per_second"]
     if args.json:
         for row in summaries:
@@ -85,6 +86,9 @@ def run_bench(args: argparse.Namespace) -> int:
         print(table(summaries))
         print(_against_bandwidth(summaries, [record for record in records if record.arm == PLAIN], model, bandwidth))
         print(verdict(summaries))
+        for arm, ratio in hardest.items():
+            if ratio is not None:
+                print(f"On the 20 prompts that {arm} drafts worst for: {ratio:.2f}x {PLAIN}.")
     if args.output:
         args.output.write_text(
             json.dumps(
@@ -92,6 +96,7 @@ def run_bench(args: argparse.Namespace) -> int:
                     "settings": settings,
                     "provenance": provenance,
                     "verdict": verdict(summaries),
+                    "over_plain_on_the_20_hardest_prompts": hardest,
                     "summaries": [row.to_dict() for row in summaries],
                     "graphs": sorted({record.graphs for record in records if record.graphs}),
                 },

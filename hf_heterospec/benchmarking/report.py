@@ -165,6 +165,18 @@ def verdict(summaries: Sequence[Summary]) -> str:
     return f"Speculation pays: {best.arm} runs at {ratio:.2f}x {plain.arm}."
 
 
+def on_hardest(records: Sequence[Record], arm: str, *, num_prompts: int = 20) -> float | None:
+    """Median ratio of an arm to `plain-compiled` on the prompts where its tau is lowest, whose texts the head knows
+    least; `None` where either was not measured. (The prompts with the lowest ratio would be those with the unluckiest
+    measurements.)"""
+    plain = {(r.prompt_set, r.prompt, r.repeat): r.new_tokens / r.seconds for r in records if r.arm == PLAIN}
+    own = [(r.tau, r) for r in records if r.arm == arm and r.tau is not None]
+    hardest = [record for _, record in sorted(own, key=lambda pair: pair[0])[:num_prompts]]
+    keys = [((r.prompt_set, r.prompt, r.repeat), r.new_tokens / r.seconds) for r in hardest]
+    ratios = [speed / plain[key] for key, speed in keys if key in plain]
+    return statistics.median(ratios) if ratios else None
+
+
 def table(summaries: Sequence[Summary]) -> str:
     """All rows as text, columns aligned."""
     header = ["set", "arm", "tokens/s", "quartiles", "x stock", "x plain", "tau", "calls", "verified", "head", "target",

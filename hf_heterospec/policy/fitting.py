@@ -20,7 +20,7 @@ from .throughput import ThroughputRule
 if TYPE_CHECKING:
     from ..traces import Traces
 
-PATIENCES = (0.8, 1.0, 1.2, 1.4, 1.6, 1.8)
+PATIENCES = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.8)
 NODES_PER_LEVEL = (2, 4, 6, 8)
 GRID_LEVELS = (1, 2, 3, 4, 5, 6, 7)
 GRID_NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 60)
