@@ -62,7 +62,7 @@ def main() -> int:
         texts = answer(model, tokenizer, args.folder / f"{name}.jsonl", args)
         if args.only_answers:
             continue
-        results["sets"][name] = measure_set(model, head, texts, name, args)
+        results["sets"][name] = measure_set(model, head, texts, name, args.max_new_tokens)
         check_against_generate(model, head, *texts[0], results["sets"][name], args.max_new_tokens)
         results["mean_tau"] = {
             str(depth): sum(row[f"depth_{depth}"]["tau"] for row in results["sets"].values()) / len(results["sets"])
@@ -102,7 +102,7 @@ def answer(model, tokenizer, file: Path, args: argparse.Namespace) -> list[tuple
 
 
 @torch.inference_mode()
-def measure_set(model, head, texts: list[tuple[list[int], list[int]]], name: str, args: argparse.Namespace) -> dict:
+def measure_set(model, head, texts: list[tuple[list[int], list[int]]], name: str, max_new_tokens: int) -> dict:
     """Rounds, tokens and acceptance per depth, of all answers of a set together; the first answer's rounds apart."""
     settings = DraftSettings(top_k=TOP_K, total_tokens=NUM_NODES, compile="always")
     tallies = {depth: {"rounds": 0, "tokens": 0, "reached": [0] * (depth + 1), "first": 0} for depth in DEPTHS}
@@ -113,9 +113,7 @@ def measure_set(model, head, texts: list[tuple[list[int], list[int]]], name: str
         for depth, tally in tallies.items():
             root, end = len(prompt), ids.shape[1]
             while root < end - 1:
-                num_levels = min(
-                    depth + 1, len(prompt) + args.max_new_tokens - 2 - root
-                )  # what `generate` has room for
+                num_levels = min(depth + 1, len(prompt) + max_new_tokens - 2 - root)  # what `generate` has room for
                 tree = tree_of(levels_at, root, ids[0, root : root + 1], num_levels)
                 accepted = follow(tree, ids[0, root + 1 :].tolist())
                 emitted = min(accepted + 1, end - 1 - root)

@@ -35,20 +35,21 @@ def arms_of(policy: StratificationPolicy, simulator: Simulator, passes: str, nam
     and the best fixed tree."""
     strata, costs = policy.strata, policy.costs_of(passes)
     depth, nodes, alpha = strata.depth, strata.num_nodes, math.ceil(strata.depth / 2)
-    levels, size = best_fixed_tree(simulator, costs)
-    base, best = (f"tree-{n}-{d}-{strata.top_k}" for n, d in ((nodes, depth), (size, levels - 1)))
-    names = names or [base, "paper-unpruned", "paper", f"paper-alpha-{alpha - 1}", f"paper-alpha-{alpha + 1}", best]
+    if not names:
+        levels, size = best_fixed_tree(simulator, costs)
+        base, best = (f"tree-{n}-{d}-{strata.top_k}" for n, d in ((nodes, depth), (size, levels - 1)))
+        names = [base, "paper-unpruned", "paper", f"paper-alpha-{alpha - 1}", f"paper-alpha-{alpha + 1}", best]
 
     def new_policy(name: str) -> NewPolicy:
         arm = Arm.parse(name)
-        draft = arm.draft or {}
-        if draft["draft_policy"] == "fixed":
-            if draft["draft_top_k"] != strata.top_k:
-                raise ValueError(f"The traces have a beam of {strata.top_k}; got {name}. Leave it out.")
-            return lambda: FixedRounds(draft["draft_depth"] + 1, draft["draft_total_tokens"])
-        if draft["draft_policy"] == "paper":
-            return strata.with_tiers(**arm.tiers).rounds
-        return lambda: policy.throughput.rounds(costs, max_levels=depth + 1, max_nodes=nodes)
+        match arm.draft:
+            case {"draft_policy": "fixed", "draft_top_k": strata.top_k} as tree:
+                return lambda: FixedRounds(tree["draft_depth"] + 1, tree["draft_total_tokens"])
+            case {"draft_policy": "paper"}:
+                return strata.with_tiers(**arm.tiers).rounds
+            case {"draft_policy": "throughput"}:
+                return lambda: policy.throughput.rounds(costs, max_levels=depth + 1, max_nodes=nodes)
+        raise ValueError(f"Traces of a beam of {strata.top_k} cannot tell what {name} does. Leave it out.")
 
     return {name: new_policy(name) for name in dict.fromkeys([*names, "throughput"])}
 

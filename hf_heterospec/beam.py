@@ -60,11 +60,12 @@ class Level(NamedTuple):
         assert self.entropies is not None
         return self.entropies[self.beam // self.width]
 
-    def with_entropies(self, quantifier: Quantifier | None, parent_paths: Tensor, *, depth: int) -> Level:
-        """This level with its `entropies`, given those of the paths to its parents, `[P]`."""
+    def with_entropies(self, quantifier: Quantifier | None, above: Level | None, *, depth: int) -> Level:
+        """This level, of that depth, with its `entropies`, given the level above; below the root there is none."""
         if quantifier is None:
             return self
-        return self._replace(entropies=quantifier.extend(parent_paths, self.log_probs, level=depth))
+        paths = self.values.new_zeros(1) if above is None else above.beam_entropies  # to the parents
+        return self._replace(entropies=quantifier.extend(paths, self.log_probs, level=depth))
 
     def quantify(self, quantifier: Quantifier) -> Tensor:
         """H(P*), a scalar tensor."""

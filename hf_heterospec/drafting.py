@@ -196,13 +196,10 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         quantifier = self.policy.quantifier
         assert self.last is not None, "observe comes before drafting"
         level = first_level(self.head, *self.last, width=width, length=self.cache.length)
-        level = level.with_entropies(quantifier, level.values.new_zeros(1), depth=1)
-        for depth in count(2):
+        level = level.with_entropies(quantifier, None, depth=1)
+        for depth in count(1):
             yield level
-            deeper = self._expand(level, depth=depth - 1)
-            if quantifier is not None:
-                deeper = deeper.with_entropies(quantifier, level.beam_entropies, depth=depth)
-            level = deeper
+            level = self._expand(level, depth=depth).with_entropies(quantifier, level, depth=depth + 1)
 
     def _expand(self, level: Level, *, depth: int) -> Level:
         """The head's pass over the beam of `level`."""

@@ -21,6 +21,7 @@ def device_name(device: torch.device) -> str:
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+AUTO = "auto: bfloat16 where the machine multiplies it, else float32"  # help of the options that take one of them
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

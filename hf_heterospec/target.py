@@ -207,21 +207,19 @@ class Target:
 
     def commit(self, path: list[int], num_nodes: int) -> None:
         """Keep the rows of the accepted nodes, in order, and drop the other rows of the last `verify`."""
-        is_in_place = path == list(range(len(path)))
-        accepted = torch.tensor(path, device=self.model.device) + self.cached_length
-        if self.rows is not None:
-            if not is_in_place:
-                self.rows.move(accepted, self.cached_length)
-        else:
-            if not is_in_place:
-                self._move_in_layers(accepted)
+        if path != list(range(len(path))):
+            self._move(torch.tensor(path, device=self.model.device) + self.cached_length)
+        if self.rows is None:
             self.cache.crop(len(path) - num_nodes)
         self.cached_length += len(path)
         self.model_kwargs = self.model._update_model_kwargs_for_generation(
             {}, self.model_kwargs, num_new_tokens=len(path)
         )
 
-    def _move_in_layers(self, accepted: Tensor) -> None:
+    def _move(self, accepted: Tensor) -> None:
+        """Copy the rows numbered `accepted` behind the text."""
+        if self.rows is not None:
+            return self.rows.move(accepted, self.cached_length)
         kept = slice(self.cached_length, self.cached_length + len(accepted))
         for layer in self.cache.layers:
             if layer.is_initialized:  # else it shares another layer's rows

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..graphs import graphs_for
 from ..head import HeteroSpecHead
-from ..machine import DTYPES, resolve_dtype
+from ..machine import AUTO, DTYPES, resolve_dtype
 from ..targets import load_pair
 from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
 from .plot import plot
@@ -46,7 +46,7 @@ def add_parsers(subparsers: Any) -> None:
             "--dtype",
             choices=DTYPES,
             default="auto",
-            help="auto: bfloat16 where the machine multiplies it, else float32",
+            help=AUTO,
         )
         parser.add_argument("--device", default="cpu")
 

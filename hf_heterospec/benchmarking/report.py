@@ -49,22 +49,18 @@ def summarise(records: Sequence[Record]) -> list[Summary]:
     """One summary per arm and set, and one per arm over all sets (`prompt_set="mean"`), in the records' order."""
     arms, sets = (list(dict.fromkeys(getattr(record, name) for record in records)) for name in ("arm", "prompt_set"))
     arms.sort(key=lambda arm: (arm != STOCK, arm != "prompt-lookup", arm != PLAIN))
-    speeds = {
-        (arm, name): _speeds([record for record in records if (record.arm, record.prompt_set) == (arm, name)])
-        for arm in arms
-        for name in sets
-    }
+    speeds = {(arm, name): _speeds(_of(records, arm, name)) for arm in arms for name in sets}
     summaries = []
     for arm in arms:
-        rows = [
-            _summary([r for r in records if (r.arm, r.prompt_set) == (arm, name)], speeds, arm=arm, name=name)
-            for name in sets
-            if speeds[arm, name]
-        ]
+        rows = [_summary(_of(records, arm, name), speeds, arm=arm, name=name) for name in sets if speeds[arm, name]]
         summaries += rows
         if len(rows) > 1:
             summaries.append(_mean(rows))
     return summaries
+
+
+def _of(records: Sequence[Record], arm: str, prompt_set: str) -> list[Record]:
+    return [record for record in records if (record.arm, record.prompt_set) == (arm, prompt_set)]
 
 
 def _speeds(records: Sequence[Record]) -> dict[int, float]:
@@ -169,11 +165,10 @@ def on_hardest(records: Sequence[Record], arm: str, *, num_prompts: int = 20) ->
     """Median ratio of an arm to `plain-compiled` on the prompts where its tau is lowest, whose texts the head knows
     least; `None` where either was not measured. (The prompts with the lowest ratio would be those with the unluckiest
     measurements.)"""
-    plain = {(r.prompt_set, r.prompt, r.repeat): r.new_tokens / r.seconds for r in records if r.arm == PLAIN}
-    own = [(r.tau, r) for r in records if r.arm == arm and r.tau is not None]
-    hardest = [record for _, record in sorted(own, key=lambda pair: pair[0])[:num_prompts]]
-    keys = [((r.prompt_set, r.prompt, r.repeat), r.new_tokens / r.seconds) for r in hardest]
-    ratios = [speed / plain[key] for key, speed in keys if key in plain]
+    taus = {(r.prompt_set, r.prompt): r.tau for r in records if r.arm == arm and r.tau is not None}
+    hardest = sorted(taus, key=lambda prompt: taus[prompt])[:num_prompts]
+    own, plain = ({name: _speeds(_of(records, kind, name)) for name, _ in hardest} for kind in (arm, PLAIN))
+    ratios = [own[name][prompt] / plain[name][prompt] for name, prompt in hardest if prompt in plain[name]]
     return statistics.median(ratios) if ratios else None
 
 

@@ -29,17 +29,19 @@ GROUPED_ATTENTION = "heterospec_grouped_sdpa"  # what `sdpa` becomes in a traced
 
 
 class BufferCache(DynamicCache):
-    """A cache for tracing: writes rows `start ..` of whole buffers in place and shows their first `columns`."""
+    """A cache for tracing: writes rows `start ..` of whole buffers in place and shows their first `columns`. The head
+    says itself where its rows go."""
 
-    def __init__(self, buffers: tuple[Tensor, ...], start: Tensor, columns: Any) -> None:
+    def __init__(self, buffers: tuple[Tensor, ...], columns: Any, start: Any = None) -> None:
         super().__init__()
-        self.buffers, self.start, self.columns = buffers, start, columns
+        self.buffers, self.columns, self.start = buffers, columns, start
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         return self.write_rows(2 * layer_idx, key_states), self.write_rows(2 * layer_idx + 1, value_states)
 
-    def write(self, keys: Tensor, values: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def write(self, keys: Tensor, values: Tensor, *, start: Any) -> tuple[Tensor, Tensor]:
         """As `head.DraftCache.write`."""
+        self.start = start
         return self.update(keys, values, 0)
 
     def write_rows(self, place: int, states: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class TargetPass(nn.Module):
             input_ids=token_ids,
             position_ids=position_ids,
             attention_mask=mask,
-            cache=BufferCache(buffers, start, mask.shape[-1]),
+            cache=BufferCache(buffers, mask.shape[-1], start),
             use_cache=True,
             output_hidden_states=sorted(set(self.layer_ids)),
             return_dict=True,
@@ -84,7 +86,7 @@ class ReadPass(nn.Module):
     def forward(
         self, token_ids: Tensor, features: Tensor, position_ids: Tensor, mask: Tensor, start: Tensor, *buffers: Tensor
     ) -> tuple[Tensor, Tensor]:
-        cache = BufferCache(buffers, start, mask.shape[-1])
+        cache = BufferCache(buffers, mask.shape[-1])
         hidden, log_probs = self.head.read(
             self.embeddings, token_ids, features, position_ids=position_ids, cache=cache, start=start, mask=mask
         )
@@ -101,7 +103,7 @@ class ExpandPass(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         *level, depth, length, keys, values = inputs
         beam, mask = level[0], level[4]
-        cache = BufferCache((keys, values), length + (depth - 1) * beam.shape[0], mask.shape[-1] + beam.shape[0])
+        cache = BufferCache((keys, values), mask.shape[-1] + beam.shape[0])
         children = next_level(self.head, self.embeddings, *level, depth=depth, length=length, cache=cache)
         return tuple(part for part in children if part is not None)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..machine import DTYPES, resolve_dtype
+from ..machine import AUTO, DTYPES, resolve_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,9 +45,7 @@ def add_parsers(subparsers: Any) -> None:
 def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="folder or repository of the target (default: the embedded SmolLM2)")
     parser.add_argument("--head", help="folder or repository of the head (default: the shipped one)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 where the machine multiplies it, else float32"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help=AUTO)
     parser.add_argument("--device", default="cpu")
 
 

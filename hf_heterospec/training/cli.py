@@ -14,7 +14,7 @@ from accelerate import Accelerator, PartialState
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..head import HeteroSpecHead
-from ..machine import DTYPES, resolve_dtype
+from ..machine import AUTO, DTYPES, resolve_dtype
 from ..targets import load_default_target
 from .answering import CorpusSettings
 from .answers import Answer, describe_corpus, read_answers
@@ -197,7 +197,7 @@ def _target_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-dtype",
         choices=DTYPES,
         default="auto",
-        help="auto: bfloat16 where the machine multiplies it, else float32",
+        help=AUTO,
     )
 
 
