@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import draft_config, prompt_of, tiny_head, tiny_target
 from transformers import StaticCache
 
-from hf_heterospec.graphs import building, running
+from hf_heterospec.graphs import building, packing, running
 from hf_heterospec.graphs.building import GraphSpec
 
 TREES = {
@@ -113,10 +116,52 @@ def test_graphs_share_weights_with_the_model_and_each_other(compiled):
     target, head = compiled
     graphs, _ = running.graphs_for(target, head, "always")
     owners = {tensor.data_ptr() for module in (target, head) for tensor in running._tensors_of(module).values()}
-    for weights in graphs.weights.values():
-        assert all(weight.is_mkldnn or weight.data_ptr() in owners for weight in weights)
-    packed = [{id(weight) for weight in graphs.weights[name] if weight.is_mkldnn} for name in ("read", "expand")]
-    assert len(packed[0] & packed[1]) >= 5  # attention's two, the MLP's two, and the output layer
+
+    def packed(name):
+        return {id(weight) for weight in graphs.weights[name] if weight.is_mkldnn or weight.data_ptr() not in owners}
+
+    assert len(packed("read") & packed("expand")) >= 5  # attention's two, the MLP's two, and the output layer
+    assert len(packed("read")) <= 6  # these and the projection of features
+    assert len(packed("target")) <= 4 * target.config.num_hidden_layers + 1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="blocks are oneDNN's")
+@pytest.mark.parametrize("layout", packing.Layout)
+def test_packed_layers_multiply(layout):
+    """Layers one below the other, of sizes that fill no panel, over one row and several, and over a batch of one."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(size, 24, generator=generator) for size in (40, 9)]
+    packed = packing.pack(weights, layout)
+    for shape in ((1, 24), (7, 24), (1, 5, 24)):
+        inputs = torch.randn(shape, generator=generator)
+        if layout is packing.Layout.BLOCKS:
+            product = packing.packed_linear(inputs, packed)
+        else:
+            product = packing.panel_linear(inputs, packed, 49)
+        torch.testing.assert_close(product, torch.nn.functional.linear(inputs, torch.cat(weights)))
+
+
+def test_a_layout_for_other_processors_gives_the_same_text(tmp_path, monkeypatch):
+    chosen = packing.layout_for(torch.device("cpu"), torch.float32)
+    layout = next(layout for layout in packing.Layout if layout is not chosen)
+    if layout is packing.Layout.BLOCKS and not torch.backends.mkldnn.is_available():
+        pytest.skip("blocks are oneDNN's")
+    script = (
+        "import sys; from hf_heterospec.graphs import building, packing;"
+        f"packing.layout_for = lambda device, dtype: packing.Layout('{layout.value}'); building.main(sys.argv[1])"
+    )
+    target = tiny_target()
+    head = tiny_head(target)
+    monkeypatch.setattr(building, "HF_HOME", str(tmp_path))
+    spec = GraphSpec.of(target, head)
+    spec.folder.mkdir(parents=True)
+    (spec.folder / building.SPEC).write_text(json.dumps(dataclasses.asdict(spec)))
+    subprocess.run([sys.executable, "-c", script, str(spec.folder / building.SPEC)], check=True)
+    manifest = json.loads((spec.folder / building.MANIFEST.format("target")).read_text())
+    assert {entry["layout"] for entry in manifest} == {layout.value, None}
+    ids = prompt_of(9)
+    assert torch.equal(generate(target, head, ids, draft_compile="always"), plain(target, ids))
+    assert head.last_statistics.graphs == "compiled"
 
 
 def test_a_hook_on_the_model_is_not_compiled_away(compiled):

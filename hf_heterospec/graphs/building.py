@@ -115,14 +115,15 @@ def build(spec: GraphSpec, folder: Path) -> Iterator[str]:
     device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
     torch.set_num_threads(spec.num_threads)
     shapes = tracing.Shapes(mode, device=device, dtype=dtype)
+    layout = packing.layout_for(device, dtype)
     with mode, torch.device(device):
         model, head = _empty_target(spec, dtype), _empty_head(spec, dtype)
         for name in PASSES:
             if (folder / MANIFEST.format(name)).exists():
                 continue
             module, inputs = passes_of(model, head, spec.layer_ids, shapes=shapes)[name]
-            traced = tracing.trace(module, inputs, packed=packing.can_pack(device, dtype))
-            _compile(traced, folder / ARTEFACT.format(name))
+            traced = tracing.trace(module, inputs, layout=layout)
+            _compile(traced, layout, folder / ARTEFACT.format(name))
             _write(folder / MANIFEST.format(name), json.dumps(traced.weights))
             yield name
 
@@ -149,12 +150,14 @@ def passes_of(
     return {name: (modules[name], inputs[name]) for name in PASSES}
 
 
-def _compile(traced: Traced, path: Path) -> None:
+def _compile(traced: Traced, layout: packing.Layout | None, path: Path) -> None:
     from torch._inductor import standalone_compile
 
-    patches = {"size_asserts": False}  # a packed weight is opaque: it has a size, but no strides
+    patches: dict[str, Any] = {"size_asserts": False}  # a packed weight is opaque: it has a size, but no strides
     if traced.inputs[0].device.type == "cuda":
         patches |= {"max_autotune": True}
+    if layout is packing.Layout.PANELS:
+        patches |= {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
     with torch.no_grad():
         artefact = standalone_compile(
             traced.graph, list(traced.inputs), dynamic_shapes="from_graph", options={"config_patches": patches}

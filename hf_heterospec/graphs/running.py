@@ -206,9 +206,9 @@ class _WeightState:
 
 def _weight(entry: dict[str, Any], tensors: dict[str, Tensor], packed: dict[tuple[int, ...], Tensor]) -> Tensor:
     parts = [tensors[name].detach() for name in entry["names"]]
-    if not entry["packed"]:
+    if entry["layout"] is None:
         return parts[0]
     key = tuple(part.data_ptr() for part in parts)
     if key not in packed:
-        packed[key] = packing.pack(parts)
+        packed[key] = packing.pack(parts, packing.Layout(entry["layout"]))
     return packed[key]

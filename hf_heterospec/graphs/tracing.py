@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..beam import next_level
 from ..head import HeteroSpecHead, gather_features
-from .packing import PackedLinears, fuse_linears
+from .packing import Layout, PackedLinears, fuse_linears
 
 GROUPED_ATTENTION = "heterospec_grouped_sdpa"  # what `sdpa` becomes in a traced target
 
@@ -118,7 +118,7 @@ class Traced:
     """A graph, fake inputs for it, and where its weights come from.
 
     `weights` names what follows the caller's inputs, in order: parameters and buffers of the traced module, with the
-    `kind_of` each. Those with `packed` are packed, several of them one below the other.
+    `kind_of` each. Those with a `layout` are packed in it, several of them one below the other.
     """
 
     graph: GraphModule
@@ -126,19 +126,20 @@ class Traced:
     weights: list[dict[str, Any]]
 
 
-def trace(module: nn.Module, inputs: list[Tensor], *, packed: bool) -> Traced:
-    """Record `module(*inputs)`; all tensors, the module's included, are fake and of one mode."""
+def trace(module: nn.Module, inputs: list[Tensor], *, layout: Layout | None) -> Traced:
+    """Record `module(*inputs)`, its linear layers on weights packed in `layout`; all tensors, the module's included,
+    are fake and of one mode."""
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     num_inputs = len(inputs)
 
     def run(*flat: Tensor) -> Any:
         state = dict(zip(tensors, flat[num_inputs:], strict=True))
-        with PackedLinears() if packed else contextlib.nullcontext():
+        with PackedLinears() if layout else contextlib.nullcontext():
             return functional_call(module, state, flat[:num_inputs], tie_weights=True)
 
     with torch.no_grad():
         graph = make_fx(run)(*inputs, *tensors.values())
-        fused = fuse_linears(graph) if packed else []
+        fused = fuse_linears(graph, layout) if layout else []
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     names = dict(zip(placeholders[num_inputs:], tensors, strict=False))
     weights = []
@@ -149,7 +150,7 @@ def trace(module: nn.Module, inputs: list[Tensor], *, packed: bool) -> Traced:
             continue
         parts = [names[source] for source in sources or [node]]
         kinds = [kind_of(tensors[part]) for part in parts]
-        weights.append({"names": parts, "kinds": kinds, "packed": sources is not None})
+        weights.append({"names": parts, "kinds": kinds, "layout": layout.value if layout and sources else None})
     graph.recompile()
     kept = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     return Traced(graph, kept, weights)
