@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -116,13 +114,17 @@ def test_graphs_share_weights_with_the_model_and_each_other(compiled):
     target, head = compiled
     graphs, _ = running.graphs_for(target, head, "always")
     owners = {tensor.data_ptr() for module in (target, head) for tensor in running._tensors_of(module).values()}
-
-    def packed(name):
-        return {id(weight) for weight in graphs.weights[name] if weight.is_mkldnn or weight.data_ptr() not in owners}
-
-    assert len(packed("read") & packed("expand")) >= 5  # attention's two, the MLP's two, and the output layer
-    assert len(packed("read")) <= 6  # these and the projection of features
-    assert len(packed("target")) <= 4 * target.config.num_hidden_layers + 1
+    packed = {}
+    for name, weights in graphs.weights.items():
+        manifest = json.loads((graphs.spec.folder / building.MANIFEST.format(name)).read_text())
+        layouts = [entry["layout"] for entry in manifest]
+        assert set(layouts) <= {graphs.spec.layout, None}
+        unpacked = [weight for weight, layout in zip(weights, layouts, strict=True) if layout is None]
+        assert all(weight.data_ptr() in owners for weight in unpacked)
+        packed[name] = {id(weight) for weight, layout in zip(weights, layouts, strict=True) if layout is not None}
+    assert len(packed["read"] & packed["expand"]) >= 5  # attention's two, the MLP's two, and the output layer
+    assert len(packed["read"]) <= 6  # these and the projection of features
+    assert len(packed["target"]) <= 4 * target.config.num_hidden_layers + 1
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="blocks are oneDNN's")
@@ -134,10 +136,7 @@ def test_packed_layers_multiply(layout):
     packed = packing.pack(weights, layout)
     for shape in ((1, 24), (7, 24), (1, 5, 24)):
         inputs = torch.randn(shape, generator=generator)
-        if layout is packing.Layout.BLOCKS:
-            product = packing.packed_linear(inputs, packed)
-        else:
-            product = packing.panel_linear(inputs, packed, 49)
+        product = packing.MULTIPLY[layout](inputs, packed, 49)
         torch.testing.assert_close(product, torch.nn.functional.linear(inputs, torch.cat(weights)))
 
 
@@ -146,22 +145,15 @@ def test_a_layout_for_other_processors_gives_the_same_text(tmp_path, monkeypatch
     layout = next(layout for layout in packing.Layout if layout is not chosen)
     if layout is packing.Layout.BLOCKS and not torch.backends.mkldnn.is_available():
         pytest.skip("blocks are oneDNN's")
-    script = (
-        "import sys; from hf_heterospec.graphs import building, packing;"
-        f"packing.layout_for = lambda device, dtype: packing.Layout('{layout.value}'); building.main(sys.argv[1])"
-    )
+    monkeypatch.setattr(packing, "layout_for", lambda device, dtype: layout)
+    monkeypatch.setattr(building, "HF_HOME", str(tmp_path))
     target = tiny_target()
     head = tiny_head(target)
-    monkeypatch.setattr(building, "HF_HOME", str(tmp_path))
-    spec = GraphSpec.of(target, head)
-    spec.folder.mkdir(parents=True)
-    (spec.folder / building.SPEC).write_text(json.dumps(dataclasses.asdict(spec)))
-    subprocess.run([sys.executable, "-c", script, str(spec.folder / building.SPEC)], check=True)
-    manifest = json.loads((spec.folder / building.MANIFEST.format("target")).read_text())
-    assert {entry["layout"] for entry in manifest} == {layout.value, None}
     ids = prompt_of(9)
     assert torch.equal(generate(target, head, ids, draft_compile="always"), plain(target, ids))
     assert head.last_statistics.graphs == "compiled"
+    manifest = GraphSpec.of(target, head).folder / building.MANIFEST.format("target")
+    assert {entry["layout"] for entry in json.loads(manifest.read_text())} == {layout.value, None}
 
 
 def test_a_hook_on_the_model_is_not_compiled_away(compiled):

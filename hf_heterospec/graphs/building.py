@@ -48,6 +48,7 @@ class GraphSpec:
     attention: str
     layer_ids: list[int]
     dtype: str
+    layout: str | None  # of packed weights, a `packing.Layout`
     device: str
     num_threads: int
     versions: dict[str, str]
@@ -57,6 +58,7 @@ class GraphSpec:
     @classmethod
     def of(cls, model: PreTrainedModel, head: HeteroSpecHead) -> GraphSpec:
         model_class = type(model)
+        layout = packing.layout_for(model.device, model.dtype)
         return cls(
             model_class=f"{model_class.__module__}:{model_class.__qualname__}",
             model_config=_plain_config(model.config),
@@ -64,6 +66,7 @@ class GraphSpec:
             attention=model.config._attn_implementation,
             layer_ids=head.layers_of(model),
             dtype=str(model.dtype).removeprefix("torch."),
+            layout=layout.value if layout else None,
             device=model.device.type,
             num_threads=torch.get_num_threads(),
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -115,7 +118,7 @@ def build(spec: GraphSpec, folder: Path) -> Iterator[str]:
     device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
     torch.set_num_threads(spec.num_threads)
     shapes = tracing.Shapes(mode, device=device, dtype=dtype)
-    layout = packing.layout_for(device, dtype)
+    layout = packing.Layout(spec.layout) if spec.layout else None
     with mode, torch.device(device):
         model, head = _empty_target(spec, dtype), _empty_head(spec, dtype)
         for name in PASSES:

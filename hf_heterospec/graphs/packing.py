@@ -27,16 +27,16 @@ ROWS_HINT = 16  # packing for so many rows gives the layout that is fastest for 
 PANEL = 16  # output features of a panel: two registers of AVX2
 
 _library = torch.library.Library("hf_heterospec", "DEF")
-_library.define("linear(Tensor input, Tensor weight) -> Tensor")
+_library.define("linear(Tensor input, Tensor weight, int out_features) -> Tensor")
 _library.define("panel_linear(Tensor input, Tensor panels, int out_features) -> Tensor")
 
 
-def _linear(input: Tensor, weight: Tensor) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, out_features: int) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(input, weight, None, "none", [], "")
 
 
-def _linear_shape(input: Tensor, weight: Tensor) -> Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
+def _linear_shape(input: Tensor, weight: Tensor, out_features: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], out_features)
 
 
 def _panel_linear(input: Tensor, panels: Tensor, out_features: int) -> Tensor:
@@ -61,17 +61,18 @@ class Layout(Enum):
     PANELS = "panels"  # `[ceil(out / PANEL), in, PANEL]`, which inductor's generated kernels multiply
 
 
+MULTIPLY = {Layout.BLOCKS: packed_linear, Layout.PANELS: panel_linear}  # (input, packed weight, out features)
+
+
 def layout_for(device: torch.device, dtype: torch.dtype) -> Layout | None:
     """The layout in which weights of `dtype` are multiplied fastest on `device`; `None` for as they are."""
     if device.type != "cpu":
         return None
-    if torch.backends.cpu.get_cpu_capability() == "AVX2" and dtype == torch.float32:
-        return Layout.PANELS  # bf16 has no generated kernel there
-    if not torch.backends.mkldnn.is_available():
-        return None
-    return (
-        Layout.BLOCKS if dtype == torch.float32 or (dtype == torch.bfloat16 and multiplies_bfloat16(device)) else None
-    )
+    if dtype == torch.float32:
+        if torch.backends.cpu.get_cpu_capability() == "AVX2":
+            return Layout.PANELS  # bf16 has no generated kernel there
+        return Layout.BLOCKS if torch.backends.mkldnn.is_available() else None
+    return Layout.BLOCKS if dtype == torch.bfloat16 and multiplies_bfloat16(device) else None
 
 
 def pack(weights: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -93,7 +94,7 @@ class PackedLinears(TorchFunctionMode):
 
     @staticmethod
     def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = packed_linear(input, weight)
+        output = packed_linear(input, weight, weight.shape[0])
         return output if bias is None else output + bias
 
 
@@ -137,11 +138,8 @@ def _replace(module: GraphModule, linears: list[Node], source: Node, weight: Nod
     graph = module.graph
     sizes = [_weight_of(node).meta["val"].shape[0] for node in linears]
     with graph.inserting_before(linears[0]):
-        if layout is Layout.BLOCKS:
-            fused = graph.call_function(packed_linear, (source, weight))
-        else:
-            fused = graph.call_function(panel_linear, (source, weight, sum(sizes)))
-        fused.meta["val"] = source.meta["val"].new_empty(*source.meta["val"].shape[:-1], sum(sizes))
+        fused = graph.call_function(MULTIPLY[layout], (source, weight, sum(sizes)))
+        fused.meta["val"] = _linear_shape(source.meta["val"], weight.meta["val"], sum(sizes))
         start = 0
         for node, size in zip(linears, sizes, strict=True):
             end = start + size
