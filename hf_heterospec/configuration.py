@@ -63,6 +63,7 @@ class DraftSettings:
     top_k: int = 10
     total_tokens: int = 60
     compile: DraftCompile = "auto"
+    copies: bool = True
 
     def __post_init__(self) -> None:
         for name, choice, allowed in (
@@ -78,6 +79,8 @@ class DraftSettings:
         ):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(f"`{name}` must be an integer of at least {least}; got {number!r}.")
+        if not isinstance(self.copies, bool):
+            raise ValueError(f"`draft_copies` must be true or false; got {self.copies!r}.")
         if self.top_k > WIDEST_BEAM:
             raise ValueError(f"`draft_top_k` must be at most {WIDEST_BEAM}; got {self.top_k}. EAGLE's trees use 10.")
 
@@ -108,6 +111,8 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         draft_total_tokens: nodes verified per target pass, the root included (EAGLE's `total_token`).
         draft_compile: `"auto"` uses compiled passes as soon as there are some and has them built in the background
             once a call is worth it, `"always"` waits for them, `"never"` leaves every pass eager.
+        draft_copies: whether `"throughput"` may copy what followed where the text's end stood before, instead of asking
+            the head.
         kwargs: every argument of `GenerationConfig`.
 
     Raises:
@@ -123,6 +128,7 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         draft_top_k: int | None = None,
         draft_total_tokens: int | None = None,
         draft_compile: DraftCompile | None = None,
+        draft_copies: bool | None = None,
         **kwargs: Any,
     ) -> None:
         # Set before `super().__init__`, which validates.
@@ -131,12 +137,13 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         self.draft_top_k = draft_top_k
         self.draft_total_tokens = draft_total_tokens
         self.draft_compile = draft_compile
+        self.draft_copies = draft_copies
         known = set(vars(GenerationConfig()))
         if unknown := [name for name in kwargs if name not in known and not name.startswith("_")]:
             raise TypeError(
                 f"HeteroSpecGenerationConfig knows no {', '.join(map(repr, unknown))}; it takes `draft_policy`, "
-                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile` and every argument of "
-                "GenerationConfig."
+                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile`, `draft_copies` and every "
+                "argument of GenerationConfig."
             )
         super().__init__(**kwargs)
 

@@ -83,7 +83,10 @@ def decode(
             limits = target.limits(settings, num_remaining=sequence.num_remaining)
             with clock.measure("head"):
                 root = sequence.ids[0, -1:].to(model.device)
-                tree = drafter.propose(root, limits) if drafter is not None else DraftTree.root_only(root)
+                if drafter is None:
+                    tree = DraftTree.root_only(root)
+                else:
+                    tree = drafter.propose(root, limits, sequence.tokens)
             with clock.measure("target"):
                 scores = target.verify(tree)
             path = accept(tree, scores, chooser=chooser, sequence=sequence)

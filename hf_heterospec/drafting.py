@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from .graphs import Graphs
 from .head import HeadOutput, HeteroSpecHead, gather_features
 from .policy.repository import PolicyMismatchError
 from .policy.rounds import OFF, DraftView, FixedRounds, RoundPolicy
+from .repeats import Repeats, copy
 from .tree import Candidates, DraftLimits, DraftTree
 
 logger = logging.get_logger(__name__)
@@ -80,6 +81,7 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         self._fixed = FixedRounds(settings.depth + 1, settings.total_tokens)
         self.policy = policy or self._fixed
         self.tier = OFF  # what the last round drafted
+        self.repeats = Repeats()
         self.cache = head.new_cache()
         self.next_position = torch.zeros(1, dtype=torch.long, device=weight.device)
         self.last: HeadOutput | None = None  # of the newest pair: [1, 1, hidden] and [1, draft_vocab]
@@ -152,17 +154,26 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         self.observe(features, next_ids, position_ids[None])
         self._unseen.clear()
 
-    def propose(self, root: Tensor, limits: DraftLimits) -> DraftTree:
+    def propose(self, root: Tensor, limits: DraftLimits, tokens: Sequence[int] = ()) -> DraftTree:
         """Draft the tree under `root` (`[1]`, the token of the newest observed pair), within `limits`.
 
-        The policy decides how many levels and nodes; `tier` says what it chose. Each of its decisions reads the
-        values drafted since the last one back from the device, in one transfer.
+        The policy decides how many levels and nodes, or that the text is copied; `tier` says what it chose. Each of
+        its decisions reads the values drafted since the last one back from the device, in one transfer.
+
+        Args:
+            tokens: the text so far, `root` last; none where nothing is to be copied.
         """
         max_levels, max_nodes = limits.num_levels, limits.num_nodes
         width = min(self.settings.top_k, limits.width)
         # A fit holds for one width: where the target takes only a chain, the chain has a fixed length.
         policy = self.policy if width == self.settings.top_k else self._fixed
-        step = policy.begin(max_levels=max_levels, max_nodes=max_nodes)
+        repeat = self.repeats.find(tokens)
+        step = policy.begin(
+            max_levels=max_levels, max_nodes=max_nodes, repeated=repeat.length, max_copied=limits.num_copied
+        )
+        if step.num_copied:
+            self.tier = step.tier
+            return DraftTree.chain(root, copy(tokens, repeat, step.num_copied))
         if min(step.num_levels, max_levels, width) < 1 or max_nodes < 2:
             self.tier = OFF
             return DraftTree.root_only(root)

@@ -18,7 +18,8 @@ class Choice(NamedTuple):
 
 
 class Sequence:
-    """The growing text. `ids` is `[1, length]`; its last token has no row in the target's cache yet."""
+    """The growing text. `ids` is `[1, length]`; its last token has no row in the target's cache yet. `tokens` are the
+    same on the host."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Sequence:
         generation_config: GenerationConfig,
     ) -> None:
         self.ids = input_ids
+        self.tokens: list[int] = input_ids[0].tolist()
         self.stopping_criteria, self.streamer = stopping_criteria, streamer
         self.max_length = generation_config.max_length
         self.finished = False
@@ -58,6 +60,7 @@ class Sequence:
             self.hidden_states += (hidden_states,)
         token = self.ids.new_tensor([choice.token_id])
         self.ids = torch.cat((self.ids, token[None]), dim=1)
+        self.tokens.append(choice.token_id)
         self.finished = bool(self.stopping_criteria(self.ids, self.scores).all())
         if self.streamer is not None:
             self.streamer.put(token.cpu())

@@ -123,7 +123,8 @@ class Target:
                 "sliding window), so a chain is drafted instead."
             )
             width = 1
-        return DraftLimits(min(settings.depth + 1, num_remaining - 1), num_nodes, width)
+        num_copied = min(num_remaining, num_nodes) - 1 if settings.copies else 0
+        return DraftLimits(min(settings.depth + 1, num_remaining - 1), num_nodes, width, num_copied)
 
     def _takes_tree(self, num_nodes: int) -> bool:
         """Whether an additive mask means to every layer what `_tree_mask` means by it."""

@@ -34,8 +34,9 @@ from .graphs import graphs_for
 from .head import HeteroSpecHead, gather_features
 from .policy.entropy import Quantifier
 from .policy.rounds import FixedRounds
+from .repeats import MAX_COPIED, Repeats, copy
 
-FORMAT = "heterospec-traces-1"
+FORMAT = "heterospec-traces-2"
 NOT_DRAFTED = -1
 
 
@@ -59,6 +60,8 @@ class Traces:
         values: `[P, C]` float32, cumulative draft log-probabilities.
         entropies: `[P, levels, k]` float32, H of the paths to the beam's entries, best entry first, per `quantifier`.
         path: `[P, levels]` int16, index among the C of the candidate the answer goes on with, or -1.
+        repeated: `[P]` int32, how many of the last tokens, the root included, stand earlier in the text (`repeats`).
+        copied: `[P]` int32, how many of the tokens that follow there, up to `MAX_COPIED`, the answer goes on with.
         remaining: `[P]` int32, how many tokens the answer has after the root.
         position: `[P]` int32, the root's position in the text, prompt included.
         answer: `[P]` int32, which answer.
@@ -70,6 +73,8 @@ class Traces:
     values: NDArray[np.float32]
     entropies: NDArray[np.float32]
     path: NDArray[np.int16]
+    repeated: NDArray[np.int32]
+    copied: NDArray[np.int32]
     remaining: NDArray[np.int32]
     position: NDArray[np.int32]
     answer: NDArray[np.int32]
@@ -137,7 +142,8 @@ class Traces:
         return cls(top_k=traces[0].top_k, sources=sources, metadata=traces[0].metadata, **joined)
 
 
-ARRAYS = ("values", "entropies", "path", "remaining", "position", "answer")
+COUNTS = ("repeated", "copied", "remaining", "position", "answer")
+ARRAYS = ("values", "entropies", "path", *COUNTS)
 
 
 @torch.inference_mode()
@@ -176,11 +182,16 @@ def collect(
         ids = torch.tensor([[*answer.prompt_ids, *answer.answer_ids]], device=model.device)
         text = KnownText(model, head, ids, settings=settings, policy=policy)
         first, end = len(answer.prompt_ids), ids.shape[1]
+        tokens, repeats = ids[0].tolist(), Repeats()
         for root in range(first, end - 1, every):
             levels = text.draft_at(root, num_levels=num_levels)
             rows["values"].append(torch.cat([level.candidates.values for level in levels]).cpu())
             rows["entropies"].append(torch.stack([level.beam_entropies for level in levels]).cpu())
             rows["path"].append(_follow(levels, ids[0, root + 1 :]))
+            repeat = repeats.find(tokens[: root + 1])
+            rows["repeated"].append(repeat.length)
+            copied = copy(tokens[: root + 1], repeat, MAX_COPIED) if repeat.length else []
+            rows["copied"].append(_agreeing(copied, tokens[root + 1 :]))
             rows["remaining"].append(end - 1 - root)
             rows["position"].append(root)
             rows["answer"].append(len(sources))
@@ -190,7 +201,7 @@ def collect(
         values=torch.stack(rows["values"]).numpy(),
         entropies=torch.stack(rows["entropies"]).numpy(),
         path=np.array(rows["path"], dtype=np.int16),
-        **{name: np.array(rows[name], dtype=np.int32) for name in ("remaining", "position", "answer")},
+        **{name: np.array(rows[name], dtype=np.int32) for name in COUNTS},
         sources=tuple(sources),
         metadata=metadata or {},
     )
@@ -236,6 +247,12 @@ class KnownText:
             # What was drafted overwrote rows that later positions see.
             rows_of[:, :, root : root + own_rows][:, :, : kept.shape[2] - root] = kept[:, :, root : root + own_rows]
         return levels
+
+
+def _agreeing(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the longest prefix that both have."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def _follow(levels: list[Level], continuation: Tensor) -> list[int]:

@@ -15,6 +15,7 @@ class DraftLimits(NamedTuple):
     num_levels: int  # longest useful path, in drafted tokens
     num_nodes: int  # most nodes the target can take, the root included
     width: int  # 1 where the target can verify no more than a chain, 0 where it can verify nothing
+    num_copied: int = 0  # most tokens that may be copied from the text
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class DraftTree:
         token_ids: `[num_nodes]`, target vocabulary.
         parents: `[num_nodes]`, node indices; the root is its own parent.
         depths: `[num_nodes]`, 0 for the root.
-        values: `[num_nodes]`, cumulative draft log-probability, fp32; 0 for the root.
+        values: `[num_nodes]`, cumulative draft log-probability, fp32; 0 for the root and for copied tokens.
         num_levels: levels that were drafted; no node is deeper. Known without asking the device, like `width`.
         width: 1 for a chain, whose node i is the child of node i - 1.
     """
@@ -66,6 +67,20 @@ class DraftTree:
         """The tree without drafts: verifying it is plain decoding. `root` is `[1]`."""
         zero = torch.zeros_like(root)
         return cls(root, zero, zero, zero.float(), num_levels=0, width=1)
+
+    @classmethod
+    def chain(cls, root: Tensor, token_ids: list[int]) -> DraftTree:
+        """One branch: `token_ids` one after the other under `root`, which is `[1]`."""
+        depths = torch.arange(len(token_ids) + 1, device=root.device)
+        drafted = torch.tensor(token_ids, dtype=root.dtype, device=root.device)
+        return cls(
+            token_ids=torch.cat((root, drafted)),
+            parents=(depths - 1).clamp(min=0),
+            depths=depths,
+            values=torch.zeros_like(depths, dtype=torch.float32),
+            num_levels=len(token_ids),
+            width=1,
+        )
 
     @classmethod
     def best_of(cls, root: Tensor, levels: list[Candidates], num_nodes: int) -> DraftTree:

@@ -160,4 +160,5 @@ def test_smollm_on_the_bench_prompts(smollm, bench_prompts):
                 assert head.last_statistics.graphs == "compiled"
     assert sum(taus) / len(taus) > 1.9  # the head is a real one
     assert len(served["throughput"]) > 3  # tiers switched inside answers
+    assert any(tier.startswith("copy") for tier in served["throughput"])
     assert len(served["paper"]) > 1

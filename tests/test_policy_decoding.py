@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import draft_config, prompt_of, tiny_head, tiny_target
 from test_policy_repository import policy_for
-from test_policy_throughput import STEEP, USELESS
+from test_policy_throughput import COPYING, STEEP, USELESS
 
 from hf_heterospec.policy.costs import Costs
 from hf_heterospec.policy.stratification import Strata, Tier
@@ -44,6 +44,24 @@ def test_throughput_policy_is_exact_while_tiers_switch(seed, costs):
     ours = target.generate(ids, assistant_model=head, generation_config=draft_config(draft_policy="throughput", **CALL))
     assert torch.equal(ours, plain)
     assert len(head.last_statistics.tiers) >= 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+def test_copies_of_the_text_are_verified_like_any_draft(seed, do_sample):
+    target = tiny_target(seed=seed)
+    head = tiny_head(target, seed=seed, initializer_range=0.5)
+    head.policy = dataclasses.replace(policy_for(head, SLOPING), throughput=COPYING)
+    ids = prompt_of(seed=seed).repeat(1, 3)  # and random targets loop
+    sampling = {"do_sample": do_sample, "temperature": 0.2} if do_sample else {"do_sample": False}
+    torch.manual_seed(seed)
+    plain = target.generate(ids, max_new_tokens=64, pad_token_id=0, **sampling)
+    for copies in (True, False):
+        torch.manual_seed(seed)
+        config = draft_config(draft_policy="throughput", draft_copies=copies, **CALL | sampling)
+        ours = target.generate(ids, assistant_model=head, generation_config=config)
+        assert torch.equal(ours, plain)
+        assert any(tier.startswith("copy") for tier in head.last_statistics.tiers) == copies
 
 
 def test_rounds_without_drafts_leave_the_head_where_it_would_have_been():

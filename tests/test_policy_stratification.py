@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hf_heterospec.policy.rounds import DraftView
+from hf_heterospec.policy.rounds import DraftView, Step
 from hf_heterospec.policy.stratification import Strata, Tier, cart_cuts, paper_tiers
 
 
@@ -44,11 +44,11 @@ STRATA = Strata((1.0, 2.0, 3.0, 4.0), paper_tiers(3, 40), depth=3, num_nodes=40,
 def test_the_bin_of_the_meta_path_decides_depth_and_nodes(entropy, step):
     rounds = STRATA.rounds()
     assert rounds.begin(max_levels=20, max_nodes=60)[:2] == (4, None)
-    assert rounds.decide(DraftView([[-1.0]] * 4, [0.0, 0.0, 0.0, entropy])) == step
+    assert rounds.decide(DraftView([[-1.0]] * 4, [0.0, 0.0, 0.0, entropy])) == Step(*step)
 
 
 def test_near_the_length_limit_no_cut_applies():
-    assert STRATA.rounds().begin(max_levels=2, max_nodes=60) == (2, 40, "base")
+    assert STRATA.rounds().begin(max_levels=2, max_nodes=60) == Step(2, 40, "base")
 
 
 @pytest.mark.parametrize("cuts", [(1.0, float("nan")), (2.0, 1.0), (1.0, 1.0), (1.0, float("inf")), (1.0,)])

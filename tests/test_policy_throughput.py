@@ -7,7 +7,7 @@ import pytest
 
 from hf_heterospec.policy.calibration import Calibration, Curve
 from hf_heterospec.policy.costs import Costs
-from hf_heterospec.policy.rounds import OFF, DraftView
+from hf_heterospec.policy.rounds import OFF, DraftView, Step
 from hf_heterospec.policy.throughput import MOST_TRUST, ThroughputRule
 
 LEVELS, WIDTH = 4, 4
@@ -21,8 +21,13 @@ CALIBRATION = Calibration(
     tuple((HALF,) * min(2, LEVELS - level - 1) for level in range(LEVELS)),
 )
 RULE = ThroughputRule(CALIBRATION)
+# After 8 tokens that stand in the text already, each further one is right nine times in ten.
+COPYING = ThroughputRule(
+    dataclasses.replace(CALIBRATION, copies=tuple(Curve((2.0, 8.0), (0.2**n, 0.9**n)) for n in range(1, 9)))
+)
 FLAT = Costs(((1, 20.0), (64, 21.0)), draft_first=1.0, draft_level=0.5)
 STEEP = Costs(((1, 20.0), (64, 400.0)), draft_first=1.0, draft_level=0.5)
+STEEPER = Costs(((1, 20.0), (64, 600.0)), draft_first=1.0, draft_level=0.5)
 SLOW_HEAD = Costs(((1, 20.0), (64, 21.0)), draft_first=1.0, draft_level=40.0)
 USELESS = Costs(((1, 20.0), (64, 21.0)), draft_first=60.0, draft_level=60.0)
 
@@ -71,7 +76,7 @@ def test_drafting_stops_where_plain_decoding_is_faster_and_is_tried_again():
             tries.append(index)
             rounds.decide(DraftView([UNSURE], [0.0]))
         else:
-            assert step == (0, 1, OFF)
+            assert step == Step(0, 1, OFF)
         rounds.end(0)
     pauses = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert pauses == sorted(pauses)  # ever longer
@@ -101,6 +106,49 @@ def test_an_accelerator_is_asked_once():
     step = rounds.decide(DraftView([SURE], [0.0]))
     assert step.num_levels > 1
     assert step.num_nodes is not None
+
+
+def copied(rounds, repeated, *, max_nodes=60, max_copied=15):
+    return rounds.begin(max_levels=LEVELS, max_nodes=max_nodes, repeated=repeated, max_copied=max_copied).num_copied
+
+
+def test_long_repeats_are_copied_as_far_as_it_pays():
+    def new_rounds(costs):
+        return COPYING.rounds(costs, max_levels=LEVELS, max_nodes=60)
+
+    assert copied(new_rounds(FLAT), 8) == 8  # every curve there is
+    assert 0 < copied(new_rounds(STEEPER), 8) < 8
+    assert copied(new_rounds(FLAT), 2) == copied(new_rounds(FLAT), 0) == 0
+    assert copied(RULE.rounds(FLAT, max_levels=LEVELS, max_nodes=60), 8) == 0  # a fit without copies
+    step = new_rounds(FLAT).begin(max_levels=LEVELS, max_nodes=60, repeated=8, max_copied=5)
+    assert step == Step(0, 6, "copy8", 5)
+
+
+def test_copies_keep_within_bounds():
+    rounds = COPYING.rounds(FLAT, max_levels=LEVELS, max_nodes=5)
+    assert copied(rounds, 8) == 4
+    assert copied(rounds, 8, max_nodes=3) == 2
+    assert copied(rounds, 8, max_nodes=1) == copied(rounds, 8, max_copied=0) == copied(rounds, 8, max_copied=-1) == 0
+
+
+def test_the_head_is_asked_where_it_brings_more_than_copies():
+    rounds = COPYING.rounds(FLAT, max_levels=LEVELS, max_nodes=60)
+    assert copied(rounds, 8)
+    for _ in range(60):
+        finish(rounds, SURE)
+        rounds.end(9)
+    assert not copied(rounds, 8)
+
+
+def test_copies_that_fail_are_trusted_less_and_do_not_discredit_the_head():
+    rounds = COPYING.rounds(STEEPER, max_levels=LEVELS, max_nodes=60)
+    lengths = [copied(rounds, 8)]
+    while lengths[-1]:
+        rounds.end(0)
+        lengths.append(copied(rounds, 8))
+    assert lengths == sorted(lengths, reverse=True)
+    assert 1 < len(lengths) < 20
+    assert rounds.trust == 1
 
 
 @pytest.mark.parametrize(

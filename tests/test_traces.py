@@ -14,7 +14,8 @@ from hf_heterospec.policy.fitting import compare, fit_policy, reached_full_depth
 from hf_heterospec.policy.repository import HeadReference, StratificationPolicy
 from hf_heterospec.policy.rounds import FixedRounds
 from hf_heterospec.policy.simulation import Simulator
-from hf_heterospec.traces import TracedAnswer, Traces, collect
+from hf_heterospec.repeats import Repeats, copy
+from hf_heterospec.traces import ARRAYS, TracedAnswer, Traces, collect
 
 COSTS = Costs(((1, 20.0), (64, 60.0)), draft_first=1.0, draft_level=1.0)
 LEVELS, WIDTH, NEW_TOKENS = 4, 4, 60
@@ -76,14 +77,33 @@ def test_adaptive_policies_simulate_as_they_run(models, answers, traces):
             target.generate(torch.tensor([answer.prompt_ids]), assistant_model=head, generation_config=config)
             rounds += head.last_statistics.rounds
         assert replay.rounds == pytest.approx(rounds, rel=0.03)
+    assert any(tier.startswith("copy") for tier in replay.tiers)
     head.policy = None
+
+
+def test_traces_know_what_copies_would_have_right(models, answers):
+    answers = [*answers[:2], TracedAnswer([1, 2, 3, 4, 5, 2], [3, 4, 5] + [2, 3, 4, 5] * 6 + [6, 7])]
+    traces = collect(*models, answers, num_levels=1, top_k=WIDTH, progress=False)
+    starts = np.flatnonzero(np.diff(traces.answer, prepend=-1))
+    for answer, start in zip(answers, starts, strict=True):
+        text, repeats = [*answer.prompt_ids, *answer.answer_ids], Repeats()
+        for place in range(start, start + len(answer.answer_ids) - 1):
+            known = text[: traces.position[place] + 1]
+            repeat, right = repeats.find(known), int(traces.copied[place])
+            assert repeat.length == traces.repeated[place]
+            if repeat.length:
+                follows = text[len(known) :]
+                assert copy(known, repeat, right) == follows[:right]
+                assert right in (15, len(follows)) or copy(known, repeat, right + 1)[-1] != follows[right]
+    assert traces.copied.max() == 15
+    assert not traces.copied[traces.repeated == 0].any()
 
 
 def test_traces_survive_a_file(traces, tmp_path):
     path = tmp_path / "traces.safetensors"
     traces.save(path)
     loaded = Traces.load(path)
-    for name in ("values", "entropies", "path", "remaining", "position", "answer"):
+    for name in ARRAYS:
         np.testing.assert_array_equal(getattr(loaded, name), getattr(traces, name))
     assert loaded.sources == traces.sources
     twice = Traces.load(path, path)

@@ -12,9 +12,9 @@ from ..policy.repository import StratificationPolicy
 STOCK, PLAIN = "stock", "plain-compiled"
 DEFAULT_ARMS = (STOCK, "prompt-lookup", PLAIN, "chain-5", "tree-60-5-10", "tree-16-1-10")
 SYNTAX = (
-    "stock, prompt-lookup, plain-compiled, throughput, paper, paper-unpruned (extended depth alone), "
-    "paper-alpha-ALPHA, chain-LEVELS, tree-NODES-DEPTH-WIDTH as in tree-60-5-10, plain-eager, and all of ours with "
-    "-eager behind them"
+    "stock, prompt-lookup, plain-compiled, throughput, throughput-uncopied (drafts of the head alone), paper, "
+    "paper-unpruned (extended depth alone), paper-alpha-ALPHA, chain-LEVELS, tree-NODES-DEPTH-WIDTH as in "
+    "tree-60-5-10, plain-eager, and all of ours with -eager behind them"
 )
 
 
@@ -58,6 +58,8 @@ class Arm:
                 return cls(name, draft | {"draft_policy": "off"})
             case ["throughput" | "paper" as policy]:
                 return cls(name, draft | {"draft_policy": policy})
+            case ["throughput", "uncopied"]:
+                return cls(name, draft | {"draft_policy": "throughput", "draft_copies": False})
             case ["paper", "unpruned"]:
                 return cls(name, draft | {"draft_policy": "paper"}, tiers={"prune": False})
             case ["paper", "alpha", int(alpha)]:

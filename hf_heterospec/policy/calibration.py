@@ -1,13 +1,15 @@
 """From draft confidence to the probability of acceptance, fitted on traces and evaluated on the host.
 
-Two families of tables, both rising curves by isotonic regression (scikit-learn):
+Three families of tables, all rising curves by isotonic regression (scikit-learn):
 
 * `acceptance[l](V)`: the chance that a node of level l + 1 with cumulative log-probability V is accepted;
 * `forecast[l][h](m)`: the chance that the accepted path reaches level l + h + 2, given the calibrated chance m that
-  it reaches level l + 1: what further levels are worth before they are drafted.
+  it reaches level l + 1: what further levels are worth before they are drafted;
+* `copies[k](r)`: the chance that k + 1 tokens copied from the text are all right, where its last r tokens stand earlier
+  in it (`repeats`).
 
-V and m are all that is asked: entropy, rank and recent acceptance beside them were tried, and bring next to nothing
-(`docs/policy.md`).
+V and m are all that is asked of the head: entropy, rank and recent acceptance beside them were tried, and bring next to
+nothing (`docs/policy.md`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from ..repeats import MAX_COPIED
 
 if TYPE_CHECKING:
     from ..traces import Traces
@@ -79,17 +83,19 @@ class Curve:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Both families of curves, for one head and one beam width.
+    """All curves, for one head and one beam width.
 
     Attributes:
         top_k: width of the beam.
         acceptance: per level, V in nats to the chance that the node is accepted.
         forecast: per level, per further level up to `HORIZON`.
+        copies: per number of copied tokens; none where the text is not to be copied.
     """
 
     top_k: int
     acceptance: tuple[Curve, ...]
     forecast: tuple[tuple[Curve, ...], ...]
+    copies: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.acceptance) == len(self.forecast) > 0:
@@ -113,6 +119,7 @@ class Calibration:
             "top_k": self.top_k,
             "acceptance": [curve.to_dict() for curve in self.acceptance],
             "forecast": [[curve.to_dict() for curve in curves] for curves in self.forecast],
+            "copies": [curve.to_dict() for curve in self.copies],
         }
 
     @classmethod
@@ -127,6 +134,7 @@ class Calibration:
                 top_k=int(data["top_k"]),
                 acceptance=tuple(map(curve, data["acceptance"])),
                 forecast=tuple(tuple(map(curve, curves)) for curves in data["forecast"]),
+                copies=tuple(map(curve, data.get("copies", ()))),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(
@@ -153,7 +161,18 @@ def fit_calibration(traces: Traces, ranks: NDArray[np.int16], *, max_nodes: int 
         ahead = range(level + 1, min(level + 1 + HORIZON, traces.num_levels))
         reached = [(ranks[:, deeper, deeper] >= 0) & (ranks[:, deeper, deeper] < FORECAST_NODES) for deeper in ahead]
         forecast.append(tuple(Curve.fit(reach[level], hit.astype(np.float64)) for hit in reached))
-    return Calibration(traces.top_k, tuple(acceptance), tuple(forecast))
+    return Calibration(traces.top_k, tuple(acceptance), tuple(forecast), fit_copies(traces))
+
+
+def fit_copies(traces: Traces) -> tuple[Curve, ...]:
+    """The curves of `Calibration.copies`, as far as there are repeats with so many tokens behind them."""
+    curves: list[Curve] = []
+    for num_tokens in range(1, MAX_COPIED + 1):
+        known = (traces.repeated > 0) & (traces.remaining >= num_tokens)
+        if not known.any():
+            break
+        curves.append(Curve.fit(traces.repeated[known], (traces.copied[known] >= num_tokens).astype(np.float64)))
+    return tuple(curves)
 
 
 def level_nodes(traces: Traces, level: int, *, max_nodes: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

@@ -18,12 +18,14 @@ OFF = "off"  # the tier of a round in which nothing is drafted
 class Step(NamedTuple):
     """Draft until there are `num_levels` levels, then verify the best `num_nodes` (the root included).
 
-    `num_nodes=None` means: ask again when those levels are there. `num_levels=0` drafts nothing.
+    `num_nodes=None` means: ask again when those levels are there. `num_levels=0` asks nothing of the head; then
+    `num_copied` tokens, if any, are copied from the text.
     """
 
     num_levels: int
     num_nodes: int | None
     tier: str
+    num_copied: int = 0
 
 
 @dataclass
@@ -60,8 +62,12 @@ class RoundPolicy(Protocol):
     @property
     def max_nodes(self) -> int: ...
 
-    def begin(self, *, max_levels: int, max_nodes: int) -> Step:
-        """The first step of a round that has room for so many levels and nodes."""
+    def begin(self, *, max_levels: int, max_nodes: int, repeated: int = 0, max_copied: int = 0) -> Step:
+        """The first step of a round that has room for so many levels and nodes.
+
+        The last `repeated` tokens of the text stand earlier in it as well (`repeats`), and up to `max_copied` of those
+        that followed there can be a draft.
+        """
 
     def decide(self, draft: DraftView) -> Step:
         """The next step, given what has been drafted."""
@@ -78,7 +84,7 @@ class FixedRounds:
     max_nodes: int
     quantifier: Quantifier | None = None
 
-    def begin(self, *, max_levels: int, max_nodes: int) -> Step:
+    def begin(self, *, max_levels: int, max_nodes: int, repeated: int = 0, max_copied: int = 0) -> Step:
         return Step(self.max_levels, self.max_nodes, "fixed")
 
     def decide(self, draft: DraftView) -> Step:

@@ -91,7 +91,10 @@ class Simulator:
         self.width = k
 
     def accepted(self, position: int, *, num_levels: int, num_nodes: int) -> int:
-        """Drafted tokens that the tree of the best `num_nodes` among `num_levels` levels has right."""
+        """Drafted tokens that the tree of the best `num_nodes` among `num_levels` levels has right; without levels, the
+        copy of so many nodes."""
+        if num_levels == 0:
+            return min(int(self.traces.copied[position]), num_nodes - 1)
         if num_nodes < 2:
             return 0
         ranks = self.ranks[position, :num_levels, num_levels - 1]
@@ -104,12 +107,19 @@ class Simulator:
             view.values.append(self.level_values[level][position].tolist())
             view.entropies.append(float(self.entropies[position, level]))
 
-    def run(self, new_policy: Callable[[], RoundPolicy], costs: Costs, *, source: str | None = None) -> Replay:
-        """Replay all answers, or those of one `source`, each under a policy of its own."""
+    def run(
+        self,
+        new_policy: Callable[[], RoundPolicy],
+        costs: Costs,
+        *,
+        source: str | None = None,
+        copies: bool = True,
+    ) -> Replay:
+        """Replay all answers, or those of one `source`, each under a policy of its own, which may copy if `copies`."""
         replay, traces = Replay(), self.traces
         for start in self.starts:
             if source is None or traces.sources[traces.answer[start]] == source:
-                self._run_answer(int(start), new_policy(), costs, replay)
+                self._run_answer(int(start), new_policy(), costs, replay, copies)
         return replay
 
     def run_oracle(self, costs: Costs, *, iterations: int = 6) -> Replay:
@@ -129,7 +139,8 @@ class Simulator:
     def _run_oracle_answer(self, position: int, price: float, costs: Costs, replay: Replay) -> None:
         remaining = int(self.traces.remaining[position])
         while remaining > 0:
-            trees = [(0, 1, 0)]  # levels, nodes, accepted
+            copied = int(self.traces.copied[position])
+            trees = [(0, 1, 0), (0, copied + 1, copied)]  # levels, nodes, accepted
             for levels in range(1, self.traces.num_levels + 1):
                 needed = 0
                 for accepted, rank in enumerate(self.ranks[position, :levels, levels - 1].tolist(), start=1):
@@ -142,21 +153,29 @@ class Simulator:
             replay.count(emitted, nodes, costs.round(levels, nodes), costs.round(0, 1), "oracle")
             position, remaining = position + emitted, remaining - emitted
 
-    def _run_answer(self, position: int, policy: RoundPolicy, costs: Costs, replay: Replay) -> None:
+    def _run_answer(self, position: int, policy: RoundPolicy, costs: Costs, replay: Replay, copies: bool) -> None:
         remaining = int(self.traces.remaining[position])
         while remaining > 0:
-            levels, nodes, tier = self._run_round(position, policy)
+            levels, nodes, tier = self._run_round(position, policy, copies)
             accepted = self.accepted(position, num_levels=levels, num_nodes=nodes)
             emitted = min(accepted + 1, remaining)
             policy.end(accepted)
             replay.count(emitted, nodes, costs.round(levels, nodes), costs.round(0, 1), tier)
             position, remaining = position + emitted, remaining - emitted
 
-    def _run_round(self, position: int, policy: RoundPolicy) -> tuple[int, int, str]:
+    def _run_round(self, position: int, policy: RoundPolicy, copies: bool) -> tuple[int, int, str]:
         """What the policy makes of a position: levels, nodes, tier. Mirrors `HeteroSpecCandidateGenerator.propose`."""
         # A draft past the end of the text is of no use.
-        max_levels, max_nodes = min(self.traces.num_levels, int(self.traces.remaining[position]) - 1), self.max_nodes
-        step, levels, view = policy.begin(max_levels=max_levels, max_nodes=max_nodes), 0, DraftView()
+        remaining, max_nodes = int(self.traces.remaining[position]), self.max_nodes
+        max_levels, levels, view = min(self.traces.num_levels, remaining - 1), 0, DraftView()
+        step = policy.begin(
+            max_levels=max_levels,
+            max_nodes=max_nodes,
+            repeated=int(self.traces.repeated[position]),
+            max_copied=min(remaining, max_nodes) - 1 if copies else 0,
+        )
+        if step.num_copied:
+            return 0, step.num_copied + 1, step.tier
         if min(step.num_levels, max_levels) < 1:
             return 0, 1, OFF
         while True:

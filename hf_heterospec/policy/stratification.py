@@ -131,7 +131,7 @@ class StratifiedRounds:
     def max_nodes(self) -> int:
         return self.policy.max_nodes
 
-    def begin(self, *, max_levels: int, max_nodes: int) -> Step:
+    def begin(self, *, max_levels: int, max_nodes: int, repeated: int = 0, max_copied: int = 0) -> Step:
         if max_levels < self.policy.depth + 1:  # near the length limit: H(P*) of the cuts can't be had
             return Step(max_levels, self.policy.num_nodes, BASE)
         return Step(self.policy.depth + 1, None, BASE)
