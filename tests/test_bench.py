@@ -11,7 +11,7 @@ from hf_heterospec.benchmarking import runs
 from hf_heterospec.benchmarking.arms import Arm
 from hf_heterospec.benchmarking.plot import plot
 from hf_heterospec.benchmarking.prompts import load_prompt_sets
-from hf_heterospec.benchmarking.report import MEAN, on_hardest, summarise, table, verdict
+from hf_heterospec.benchmarking.report import MEAN, on_hardest, over_best_tree, summarise, table, verdict
 from hf_heterospec.benchmarking.runs import Record, RecordFile, run_arms
 from hf_heterospec.policy.calibration import Calibration, Curve
 from hf_heterospec.policy.costs import Costs
@@ -108,6 +108,18 @@ def test_the_hardest_prompts_are_those_of_the_lowest_tau():
     assert on_hardest(records, "chain-3", num_prompts=2) == pytest.approx((0.5 + 0.8) / 2)
     assert on_hardest(records, "stock") is None
     assert on_hardest(records[4:], "chain-3") is None
+
+
+def test_the_best_fixed_tree_is_chosen_in_hindsight_and_compared_prompt_by_prompt():
+    records = [record("tree-4-0-10", number, 1.0) for number in range(3)]
+    records += [record("chain-3", number, [0.5, 4.0, 0.5][number]) for number in range(3)]
+    records += [record("throughput", number, [0.25, 1.0, 0.4][number]) for number in range(3)]
+    records += [record("chain-3", 0, 1.0, prompt_set="b"), record("throughput", 0, 1.0, prompt_set="b")]
+    best, ratios = over_best_tree(records, "throughput")
+    assert best == "chain-3"
+    assert ratios == pytest.approx({records[0].prompt_set: 2.0, "b": 1.0, MEAN: 1.5})
+    assert over_best_tree(records, "paper") is None
+    assert over_best_tree(records[6:9], "throughput") is None
 
 
 @pytest.mark.parametrize(

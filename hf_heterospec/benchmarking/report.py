@@ -75,12 +75,6 @@ def _summary(
     records: Sequence[Record], speeds: dict[tuple[str, str], dict[int, float]], *, arm: str, name: str
 ) -> Summary:
     own = speeds[arm, name]
-
-    def over(other: str) -> float | None:
-        base = speeds.get((other, name), {})
-        ratios = [speed / base[prompt] for prompt, speed in own.items() if prompt in base]
-        return statistics.median(ratios) if ratios else None
-
     values = sorted(own.values())
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     counted = [record for record in records if record.rounds is not None]
@@ -94,8 +88,8 @@ def _summary(
         tokens_per_second=statistics.median(values),
         low=low,
         high=high,
-        over_stock=over(STOCK),
-        over_plain=over(PLAIN),
+        over_stock=_median_ratio(own, speeds.get((STOCK, name), {})),
+        over_plain=_median_ratio(own, speeds.get((PLAIN, name), {})),
         tau=accepted / rounds if rounds else None,
         target_calls=rounds if counted else None,
         verified_tokens=sum(record.verified_tokens or 0 for record in counted) if counted else None,
@@ -103,6 +97,12 @@ def _summary(
         peak_bytes=max(record.peak_bytes for record in records),
         num_prompts=len(own),
     )
+
+
+def _median_ratio(own: dict[int, float], base: dict[int, float]) -> float | None:
+    """Over the prompts that both decoded; `None` where there are none."""
+    ratios = [speed / base[prompt] for prompt, speed in own.items() if prompt in base]
+    return statistics.median(ratios) if ratios else None
 
 
 def _parts(records: Sequence[Record]) -> list[str]:
@@ -170,6 +170,21 @@ def on_hardest(records: Sequence[Record], arm: str, *, num_prompts: int = 20) ->
     own, plain = ({name: _speeds(_of(records, kind, name)) for name, _ in hardest} for kind in (arm, PLAIN))
     ratios = [own[name][prompt] / plain[name][prompt] for name, prompt in hardest if prompt in plain[name]]
     return statistics.median(ratios) if ratios else None
+
+
+def over_best_tree(records: Sequence[Record], arm: str) -> tuple[str, dict[str, float]] | None:
+    """The fixed tree or chain with the most tokens per second, chosen in hindsight over all sets, and the median ratio
+    of `arm` to it on the same prompts, by set and in the mean; `None` where either was not measured."""
+    trees = [row for row in overall(summarise(records)) if row.arm.startswith(("tree-", "chain-"))]
+    if not trees or not any(record.arm == arm for record in records):
+        return None
+    best = max(trees, key=lambda row: row.tokens_per_second).arm
+    ratios = {
+        name: ratio
+        for name in dict.fromkeys(record.prompt_set for record in records)
+        if (ratio := _median_ratio(*(_speeds(_of(records, kind, name)) for kind in (arm, best)))) is not None
+    }
+    return best, ratios | {MEAN: statistics.fmean(ratios.values())}
 
 
 def table(summaries: Sequence[Summary]) -> str:
