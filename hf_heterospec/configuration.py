@@ -1,5 +1,6 @@
 """Configurations: what a head is (`HeteroSpecConfig`), and how to draft and verify (`HeteroSpecGenerationConfig`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -64,6 +65,7 @@ class DraftSettings:
     total_tokens: int = 60
     compile: DraftCompile = "auto"
     copies: bool = True
+    tiers: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name, choice, allowed in (
@@ -81,6 +83,11 @@ class DraftSettings:
                 raise ValueError(f"`{name}` must be an integer of at least {least}; got {number!r}.")
         if not isinstance(self.copies, bool):
             raise ValueError(f"`draft_copies` must be true or false; got {self.copies!r}.")
+        if self.tiers is not None and not all(map(_is_tier, self.tiers)):
+            raise ValueError(
+                "`draft_tiers` must be pairs of a depth of at least 0 and a number of nodes of at least 2; got "
+                f"{self.tiers!r}."
+            )
         if self.top_k > WIDEST_BEAM:
             raise ValueError(f"`draft_top_k` must be at most {WIDEST_BEAM}; got {self.top_k}. EAGLE's trees use 10.")
 
@@ -98,6 +105,11 @@ class DraftSettings:
         return cls(**settings)
 
 
+def _is_tier(pair: Any) -> bool:
+    numbers = isinstance(pair, list | tuple) and [type(number) for number in pair] == [int, int]
+    return numbers and pair[0] >= 0 and pair[1] >= 2
+
+
 class HeteroSpecGenerationConfig(GenerationConfig):
     """A `GenerationConfig` that also says how to draft. Unknown names raise instead of being swallowed.
 
@@ -113,6 +125,8 @@ class HeteroSpecGenerationConfig(GenerationConfig):
             once a call is worth it, `"always"` waits for them, `"never"` leaves every pass eager.
         draft_copies: whether `"throughput"` may copy what followed where the text's end stood before, instead of asking
             the head.
+        draft_tiers: for `"paper"`, (depth, nodes) pairs instead of those that the policy was fitted with, for the
+            contexts of lowest entropy first; what is left gets the base tree.
         kwargs: every argument of `GenerationConfig`.
 
     Raises:
@@ -129,6 +143,7 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         draft_total_tokens: int | None = None,
         draft_compile: DraftCompile | None = None,
         draft_copies: bool | None = None,
+        draft_tiers: Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ) -> None:
         # Set before `super().__init__`, which validates.
@@ -138,12 +153,13 @@ class HeteroSpecGenerationConfig(GenerationConfig):
         self.draft_total_tokens = draft_total_tokens
         self.draft_compile = draft_compile
         self.draft_copies = draft_copies
+        self.draft_tiers = draft_tiers
         known = set(vars(GenerationConfig()))
         if unknown := [name for name in kwargs if name not in known and not name.startswith("_")]:
             raise TypeError(
                 f"HeteroSpecGenerationConfig knows no {', '.join(map(repr, unknown))}; it takes `draft_policy`, "
-                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile`, `draft_copies` and every "
-                "argument of GenerationConfig."
+                "`draft_depth`, `draft_top_k`, `draft_total_tokens`, `draft_compile`, `draft_copies`, `draft_tiers` "
+                "and every argument of GenerationConfig."
             )
         super().__init__(**kwargs)
 

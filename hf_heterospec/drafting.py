@@ -35,7 +35,7 @@ def choose_policy(
         if head.policy is None:
             raise PolicyMismatchError("The head carries no policy; fit one with `heterospec fit-policy`.")
         passes = "compiled" if compiled else "eager"
-        return head.policy.rounds(settings.policy, **tree, device=device.type, passes=passes)
+        return head.policy.rounds(settings.policy, **tree, tiers=settings.tiers, device=device.type, passes=passes)
     except PolicyMismatchError as error:
         logger.warning_once(f"draft_policy={settings.policy!r} drafts a fixed tree here. {error}")
         return FixedRounds(settings.depth + 1, settings.total_tokens)

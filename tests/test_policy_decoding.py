@@ -33,6 +33,29 @@ def test_paper_policy_is_exact_while_tiers_switch(seed):
     assert sum(head.last_statistics.tiers.values()) == head.last_statistics.rounds
 
 
+def test_tiers_can_be_set_for_one_call(target, head):
+    head.policy = with_strata(policy_for(head), (5.4, 5.45, 5.5))
+    ids = prompt_of()
+    plain = target.generate(ids, max_new_tokens=64, do_sample=False)
+    config = draft_config(
+        draft_policy="paper", draft_tiers=[[3, 2], [3, 2], [3, 2]], **CALL | {"draft_total_tokens": 40}
+    )
+    assert torch.equal(target.generate(ids, assistant_model=head, generation_config=config), plain)
+    statistics = head.last_statistics
+    low = sum(statistics.tiers[tier] for tier in ("B0", "B1", "B2"))
+    assert low > 0
+    assert statistics.verified_tokens <= 2 * low + 40 * (statistics.rounds - low)
+    config = draft_config(draft_policy="paper", draft_tiers=[[3, 2]] * 4, **CALL)
+    with pytest.raises(ValueError, match="at most 3"):
+        target.generate(ids, assistant_model=head, generation_config=config)
+
+
+@pytest.mark.parametrize("tiers", [[3, 2], [[3, 1]], [[-1, 8]], [[3, 8, 1]], [["3", 8]], [[True, 8]]])
+def test_impossible_tiers_are_refused(tiers):
+    with pytest.raises(ValueError, match="draft_tiers"):
+        draft_config(draft_tiers=tiers)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("costs", [SLOPING, STEEP, USELESS], ids=["sloping", "steep", "useless"])
 def test_throughput_policy_is_exact_while_tiers_switch(seed, costs):

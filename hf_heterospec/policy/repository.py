@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,15 @@ class StratificationPolicy(PushToHubMixin):
         return self.costs[passes] if passes in self.costs else next(iter(self.costs.values()))
 
     def rounds(
-        self, name: str, *, depth: int, top_k: int, num_nodes: int, device: str, passes: str = "eager"
+        self,
+        name: str,
+        *,
+        depth: int,
+        top_k: int,
+        num_nodes: int,
+        device: str,
+        passes: str = "eager",
+        tiers: Sequence[Sequence[int]] | None = None,
     ) -> RoundPolicy:
         """The policy called `name` for one call of `generate`.
 
@@ -103,9 +111,11 @@ class StratificationPolicy(PushToHubMixin):
             top_k: width of the beam.
             device: type of the target's device.
             passes: `"eager"` or `"compiled"`, for the costs.
+            tiers: (depth, nodes) pairs for `"paper"` instead of the fitted ones.
 
         Raises:
             PolicyMismatchError: when the fit does not hold for this width, depth or device.
+            ValueError: when there are more `tiers` than cuts.
         """
         if name == "fixed":
             return FixedRounds(depth + 1, num_nodes)
@@ -118,7 +128,7 @@ class StratificationPolicy(PushToHubMixin):
                     f"The strata were fitted for draft_depth={self.strata.depth} and draft_total_tokens="
                     f"{self.strata.num_nodes}; got {depth} and {num_nodes}. Cuts do not transfer between depths."
                 )
-            return self.strata.rounds()
+            return (self.strata if tiers is None else self.strata.with_trees(tiers)).rounds()
         costs = self.costs_of(passes)
         if costs.device not in (None, device):
             raise PolicyMismatchError(

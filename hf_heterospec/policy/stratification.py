@@ -81,6 +81,14 @@ class Strata:
         """The same intervals with other trees; `changes` as for `paper_tiers`."""
         return replace(self, tiers=paper_tiers(self.depth, self.num_nodes, **changes)[: len(self.tiers)])
 
+    def with_trees(self, trees: Sequence[Sequence[int]]) -> Strata:
+        """The same intervals with these (depth, nodes) pairs, lowest entropy first. Raises ValueError for too many."""
+        if len(trees) > len(self.cuts):
+            raise ValueError(
+                f"`draft_tiers` must be at most {len(self.cuts)}, as many as the policy has cuts; got {len(trees)}."
+            )
+        return replace(self, tiers=tuple(Tier(*tree) for tree in trees))
+
     def rounds(self) -> StratifiedRounds:
         """The policy for one call."""
         return StratifiedRounds(self)
