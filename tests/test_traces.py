@@ -176,6 +176,7 @@ def test_report_is_a_page_with_pictures(models, traces, tmp_path):
     policy, simulator = fit(traces, models[1]), Simulator(traces, max_nodes=20)
     page = write_report(tmp_path, policy, simulator, simulator, compare(simulator, policy)).read_text()
     pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"{name}.png" for name in ("tcr", "acceptance", "entropy", "strata", "calibration", "costs")}
+    names = ("tcr", "acceptance", "entropy", "strata", "calibration", "copies", "costs")
+    assert pictures == {f"{name}.png" for name in names}
     assert all(f'src="{name}"' in page for name in pictures)
     assert "oracle" in page

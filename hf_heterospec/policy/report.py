@@ -57,6 +57,7 @@ def write_report(
         ("Entropy against TCR (figure 4)", _entropy_words(policy, fitted), _draw_entropy),
         ("Strata", _strata_words(policy, fitted), _draw_strata),
         ("Calibration", "How often nodes are accepted, by their value; dots are the judged traces.", _draw_calibration),
+        ("Copies", "How likely copied tokens are all right, by how many tokens before them repeat.", _draw_copies),
         ("Costs", _cost_words(policy), _draw_costs),
     ):
         figure = Figure(figsize=(7, 3.6), layout="constrained")
@@ -181,6 +182,14 @@ def _draw_calibration(axes: Any, policy: StratificationPolicy, simulator: Simula
         )
     axes.plot([0, 1], [0, 1], "k:", lw=1)
     axes.set(xlabel="draft confidence exp(V)", ylabel="accepted")
+    axes.legend()
+
+
+def _draw_copies(axes: Any, policy: StratificationPolicy, simulator: Simulator) -> None:
+    for count, curve in enumerate(policy.throughput.calibration.copies, start=1):
+        if count in (1, 2, 4, 8, 15):
+            axes.plot(curve.x, curve.y, marker="o", label=f"{count} tokens")
+    axes.set(xlabel="tokens repeated", ylabel="accepted", ylim=(0, 1))
     axes.legend()
 
 
