@@ -137,7 +137,7 @@ def _cost_curve(model: PreTrainedModel, head: HeteroSpecHead, *, context: int = 
     assert store is not None
     rows = []
     for size in SIZES:
-        store.reserve(context + size)
+        store.reserve(context + size, filled=context)
         tokens, positions = ids[:, :size], torch.arange(context, context + size, device=device)[None]
         mask = torch.zeros(1, 1, size, context + size, dtype=dtype, device=device)
         start, parts = torch.tensor(context, device=device), store.parts()
