@@ -27,7 +27,6 @@ from hf_heterospec.policy.simulation import Replay, Simulator
 from hf_heterospec.traces import Traces
 
 NewPolicy = Callable[[], RoundPolicy]
-UNCOPIED = "throughput-uncopied"
 COUNTS = ("target_calls", "verified_tokens")
 
 
@@ -52,7 +51,7 @@ def arms_of(policy: StratificationPolicy, simulator: Simulator, passes: str, nam
                 return lambda: policy.throughput.rounds(costs, max_levels=depth + 1, max_nodes=nodes)
         raise ValueError(f"Traces of a beam of {strata.top_k} cannot tell what {name} does. Leave it out.")
 
-    return {name: new_policy(name) for name in dict.fromkeys([*names, UNCOPIED, "throughput"])}
+    return {name: new_policy(name) for name in dict.fromkeys([*names, "throughput-uncopied", "throughput"])}
 
 
 def compare_with_run(results: dict[str, dict[str, Any]], run: Path) -> dict[str, dict[str, float]]:
@@ -90,7 +89,7 @@ def main() -> None:
     sets = [*dict.fromkeys(simulator.traces.sources), None]
     results: dict[str, dict[str, object]] = {}
     for name, new_policy in arms_of(policy, simulator, args.passes, args.arms).items():
-        copies = name != UNCOPIED
+        copies = (Arm.parse(name).draft or {}).get("draft_copies", True)
         replays = {source or "all": simulator.run(new_policy, costs, source=source, copies=copies) for source in sets}
         results[name] = {source: describe(replay) for source, replay in replays.items()}
         row = "  ".join(f"{source} {replay.speedup:.3f}" for source, replay in replays.items())

@@ -115,11 +115,11 @@ def test_the_best_fixed_tree_is_chosen_in_hindsight_and_compared_prompt_by_promp
     records += [record("chain-3", number, [0.5, 4.0, 0.5][number]) for number in range(3)]
     records += [record("throughput", number, [0.25, 1.0, 0.4][number]) for number in range(3)]
     records += [record("chain-3", 0, 1.0, prompt_set="b"), record("throughput", 0, 1.0, prompt_set="b")]
-    best, ratios = over_best_tree(records, "throughput")
+    best, ratios = over_best_tree(records, summarise(records), "throughput")
     assert best == "chain-3"
     assert ratios == pytest.approx({records[0].prompt_set: 2.0, "b": 1.0, MEAN: 1.5})
-    assert over_best_tree(records, "paper") is None
-    assert over_best_tree(records[6:9], "throughput") is None
+    assert over_best_tree(records, summarise(records), "paper") is None
+    assert over_best_tree(records[6:9], summarise(records[6:9]), "throughput") is None
 
 
 @pytest.mark.parametrize(

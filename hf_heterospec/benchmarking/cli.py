@@ -78,7 +78,7 @@ def run_bench(args: argparse.Namespace) -> int:
     )
     summaries = summarise(records)
     hardest = {arm.name: on_hardest(records, arm.name) for arm in arms if arm.speculates}
-    over_tree = over_best_tree(records, "throughput")
+    over_tree = over_best_tree(records, summaries, "throughput")
     bandwidth = provenance["machine"]["read_gigabytes_per_second"]
     if args.json:
         for row in summaries:

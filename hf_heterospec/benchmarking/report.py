@@ -172,10 +172,12 @@ def on_hardest(records: Sequence[Record], arm: str, *, num_prompts: int = 20) ->
     return statistics.median(ratios) if ratios else None
 
 
-def over_best_tree(records: Sequence[Record], arm: str) -> tuple[str, dict[str, float]] | None:
+def over_best_tree(
+    records: Sequence[Record], summaries: Sequence[Summary], arm: str
+) -> tuple[str, dict[str, float]] | None:
     """The fixed tree or chain with the most tokens per second, chosen in hindsight over all sets, and the median ratio
     of `arm` to it on the same prompts, by set and in the mean; `None` where either was not measured."""
-    trees = [row for row in overall(summarise(records)) if row.arm.startswith(("tree-", "chain-"))]
+    trees = [row for row in overall(summaries) if row.arm.startswith(("tree-", "chain-"))]
     if not trees or not any(record.arm == arm for record in records):
         return None
     best = max(trees, key=lambda row: row.tokens_per_second).arm
