@@ -54,8 +54,7 @@ def decode(
     settings = DraftSettings.resolve(generation_config, head.generation_config)
     drafts = settings.policy != OFF
     graphs, status = graphs_for(model, head, settings.compile)
-    compiled = graphs is not None and graphs.is_ready
-    policy = choose_policy(head, settings, model.device, compiled=compiled) if drafts else None
+    policy = choose_policy(head, settings, model.device, graphs) if drafts else None
     if policy is not None:  # its largest tree is what there must be room for
         settings = replace(settings, depth=policy.max_levels - 1, total_tokens=policy.max_nodes)
     layer_ids = head.layers_of(model) if drafts else []

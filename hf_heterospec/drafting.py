@@ -25,17 +25,25 @@ logger = logging.get_logger(__name__)
 
 
 def choose_policy(
-    head: HeteroSpecHead, settings: DraftSettings, device: torch.device, *, compiled: bool
+    head: HeteroSpecHead, settings: DraftSettings, device: torch.device, graphs: Graphs | None
 ) -> RoundPolicy:
     """The policy for one call. Where the head's fit can't serve it, the fixed tree, with a warning."""
-    tree = {"depth": settings.depth, "top_k": settings.top_k, "num_nodes": settings.total_tokens}
     if settings.policy == "fixed":
         return FixedRounds(settings.depth + 1, settings.total_tokens)
     try:
         if head.policy is None:
             raise PolicyMismatchError("The head carries no policy; fit one with `heterospec fit-policy`.")
-        passes = "compiled" if compiled else "eager"
-        return head.policy.rounds(settings.policy, **tree, tiers=settings.tiers, device=device.type, passes=passes)
+        compiled = graphs is not None and graphs.is_ready
+        return head.policy.rounds(
+            settings.policy,
+            depth=settings.depth,
+            top_k=settings.top_k,
+            num_nodes=settings.total_tokens,
+            device=device.type,
+            passes="compiled" if compiled else "eager",
+            measured=graphs.costs if graphs is not None and compiled else None,
+            tiers=settings.tiers,
+        )
     except PolicyMismatchError as error:
         logger.warning_once(f"draft_policy={settings.policy!r} drafts a fixed tree here. {error}")
         return FixedRounds(settings.depth + 1, settings.total_tokens)

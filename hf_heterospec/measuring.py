@@ -138,6 +138,7 @@ def describe_machine(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "device": model.device.type,
         "name": device_name(model.device),
+        "instructions": torch.backends.cpu.get_cpu_capability() if model.device.type == "cpu" else None,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,

@@ -8,10 +8,17 @@ import json
 import pytest
 import torch
 from conftest import draft_config, prompt_of, tiny_head, tiny_target
+from test_policy_repository import policy_for
+from test_policy_throughput import USELESS
 from transformers import StaticCache
+from transformers.utils import logging
 
-from hf_heterospec.graphs import building, packing, running
+from hf_heterospec.benchmarking import cli as benchmarking
+from hf_heterospec.cli import main
+from hf_heterospec.graphs import Graphs, building, packing, running
 from hf_heterospec.graphs.building import GraphSpec
+from hf_heterospec.policy.costs import Costs
+from hf_heterospec.policy.rounds import OFF
 
 TREES = {
     "plain": {"draft_policy": "off"},
@@ -19,6 +26,8 @@ TREES = {
     "small tree": {"draft_policy": "fixed", "draft_top_k": 4, "draft_depth": 1, "draft_total_tokens": 8},
     "large tree": {"draft_policy": "fixed"},
 }
+
+FREE = Costs(((1, 20.0), (64, 20.0)), draft_first=0.0, draft_level=0.0, machine={"name": "another"})
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +216,56 @@ def test_auto_loads_after_the_first_call_and_then_serves(compiled, monkeypatch):
     second = generate(target, head, ids, draft_compile="auto")
     assert head.last_statistics.graphs == "compiled"
     assert torch.equal(first, second)
+
+
+@pytest.fixture
+def measured(compiled):
+    """The compiled pair with a policy of another machine, where drafting costs nothing, and its graphs."""
+    target, head = compiled
+    graphs, _ = running.graphs_for(target, head, "always")
+    head.policy = policy_for(head, FREE)
+    yield target, head, graphs
+    head.policy = None
+    (graphs.spec.folder / building.COSTS).unlink(missing_ok=True)
+    running._graphs.clear()
+
+
+def drafts(target, head) -> bool:
+    """Whether the throughput policy drafts in most rounds."""
+    generate(target, head, prompt_of(), draft_policy="throughput", draft_top_k=4, draft_compile="always")
+    statistics = head.last_statistics
+    return statistics.tiers[OFF] < statistics.rounds / 2
+
+
+def test_measured_costs_decide_here_and_in_later_processes(measured):
+    """Over those of another machine, and under those that the user gives for this one."""
+    target, head, graphs = measured
+    assert drafts(target, head)
+    graphs.keep_costs(USELESS)
+    assert not drafts(target, head)
+    assert Graphs(graphs.spec).costs == USELESS
+    head.policy = policy_for(head, dataclasses.replace(FREE, machine=USELESS.machine))
+    assert drafts(target, head)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"costs": {"compiled": {"target_ms": []}}}'])
+def test_damaged_costs_are_said_and_not_used(measured, text, caplog):
+    spec = measured[2].spec
+    building.write_whole(spec.folder / building.COSTS, text)
+    logging.enable_propagation()
+    assert Graphs(spec).costs is None
+    assert str(spec.folder) in caplog.text
+    assert "heterospec compile" in caplog.text
+
+
+def test_the_compile_command_measures(measured, monkeypatch, capsys):
+    target, head, graphs = measured
+    monkeypatch.setattr(benchmarking, "load_pair", lambda *args, **kwargs: (target, None, head))
+    assert main(["compile"]) == 0
+    assert str(graphs.spec.folder) in capsys.readouterr().out
+    costs = Graphs(graphs.spec).costs
+    assert costs.machine["draft_compile"] == "always"
+    assert costs.sizes[-1] == 60
 
 
 def test_damaged_artefacts_are_said_and_not_used(compiled):

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration import DraftCompile
 from ..graphs import graphs_for
 from ..head import HeteroSpecHead
 from ..machine import AUTO, DTYPES, resolve_dtype
+from ..measuring import measure_costs
 from ..targets import load_pair
 from .arms import DEFAULT_ARMS, PLAIN, SYNTAX, Arm
 from .plot import plot
@@ -37,7 +39,7 @@ def add_parsers(subparsers: Any) -> None:
     bench.add_argument("--compile", choices=("always", "auto", "never"), default="always", help="of arms with a head")
     bench.add_argument("--json", action="store_true", help="print one JSON object per arm and set, and nothing else")
     bench.set_defaults(run=run_bench)
-    compile_ = subparsers.add_parser("compile", help="build the compiled passes of a target and a head ahead of time")
+    compile_ = subparsers.add_parser("compile", help="build compiled passes ahead of time, and measure what they cost")
     compile_.set_defaults(run=run_compile)
     for parser in (bench, compile_):
         parser.add_argument("--target", help="folder or repository (default: SmolLM2-135M-Instruct)")
@@ -106,6 +108,7 @@ def run_bench(args: argparse.Namespace) -> int:
                     "throughput_over_best_fixed_tree": over_tree,
                     "summaries": [row.to_dict() for row in summaries],
                     "graphs": sorted({record.graphs for record in records if record.graphs}),
+                    "costs": _costs_decided_by(model, head, args.compile),
                 },
                 indent=1,
             )
@@ -117,10 +120,16 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Build the passes, with a progress bar; returns 0, or 1 where they cannot be compiled."""
+    """Build the passes and measure what they cost here, which policies then decide by; returns 0.
+
+    Raises:
+        ValueError: where the target cannot be compiled.
+    """
     model, _, head = _load(args)
     graphs, status = graphs_for(model, head, "always")
-    print(f"{status}: {graphs.spec.folder}" if graphs else status)
+    assert graphs is not None  # "always" raises instead
+    graphs.keep_costs(measure_costs(model, head, draft_compile="always"))
+    print(f"{status}: {graphs.spec.folder}")
     return 0
 
 
@@ -129,6 +138,16 @@ def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
         raise ValueError("--target needs its head; got no --head. Pass a head trained for that target.")
     args.dtype = resolve_dtype(args.dtype, args.device)
     return load_pair(args.target, args.head or None, dtype=getattr(torch, args.dtype), device=args.device)
+
+
+def _costs_decided_by(model: PreTrainedModel, head: HeteroSpecHead, compile: DraftCompile) -> dict[str, Any]:
+    """The costs that the head's policy decided by, by kind of passes."""
+    if head.policy is None:
+        return {}
+    graphs, _ = graphs_for(model, head, compile)
+    if graphs is None or not graphs.is_ready:
+        return {"eager": head.policy.costs_of("eager").to_dict()}
+    return {"compiled": head.policy.costs_of("compiled", measured=graphs.costs).to_dict()}
 
 
 def _against_bandwidth(summaries: list[Summary], plain: list[Any], model: PreTrainedModel, bandwidth: float) -> str:

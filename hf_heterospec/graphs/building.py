@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # it takes a second to import, which only a build and a bindi
 
 PASSES = ("target", "read", "expand")
 COMPUTES = ("building", "packing", "tracing")  # modules here that an artefact depends on
-MANIFEST, ARTEFACT, LOG, SPEC = "{}.json", "{}.bin", "build.log", "spec.json"
+MANIFEST, ARTEFACT, LOG, SPEC, COSTS = "{}.json", "{}.bin", "build.log", "spec.json", "costs.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class GraphSpec:
     def start_build(self) -> subprocess.Popen[bytes]:
         """Start a process that builds what is missing, at the lowest priority. Its output goes to `build.log`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / SPEC, json.dumps(asdict(self), indent=1))
+        write_whole(self.folder / SPEC, json.dumps(asdict(self), indent=1))
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "OMP_NUM_THREADS": str(self.num_threads),
@@ -127,7 +127,7 @@ def build(spec: GraphSpec, folder: Path) -> Iterator[str]:
             module, inputs = passes_of(model, head, spec.layer_ids, shapes=shapes)[name]
             traced = tracing.trace(module, inputs, layout=layout)
             _compile(traced, layout, folder / ARTEFACT.format(name))
-            _write(folder / MANIFEST.format(name), json.dumps(traced.weights))
+            write_whole(folder / MANIFEST.format(name), json.dumps(traced.weights))
             yield name
 
 
@@ -208,7 +208,7 @@ def _describe_processor(device: torch.device) -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Whole or not at all."""
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_text(text)

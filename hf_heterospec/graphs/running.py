@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from transformers.utils import logging
 
 from ..configuration import DraftCompile
 from ..head import HeteroSpecHead
+from ..policy.costs import Costs, read_costs
 from . import packing
-from .building import ARTEFACT, MANIFEST, PASSES, GraphSpec, passes_of
+from .building import ARTEFACT, COSTS, MANIFEST, PASSES, GraphSpec, passes_of, write_whole
 
 logger = logging.get_logger(__name__)
 
@@ -65,6 +67,23 @@ class Graphs:
         self._bind(model, head)
         if mode == "always" and not self.is_ready:
             raise ValueError(f"draft_compile='always', but the passes run {self.status}. Use 'auto' or 'never'.")
+
+    @functools.cached_property
+    def costs(self) -> Costs | None:
+        """What rounds with these passes cost on this machine; `None` before the first `keep_costs`."""
+        path = self.spec.folder / COSTS
+        if not path.exists():
+            return None
+        try:
+            return read_costs(path).get("compiled")
+        except ValueError as error:
+            logger.warning_once(f"Measured costs are left out. {error}")
+            return None
+
+    def keep_costs(self, costs: Costs) -> None:
+        """Keep measured costs beside the artefacts; calls in this process and later ones decide by them."""
+        write_whole(self.spec.folder / COSTS, json.dumps({"costs": {"compiled": costs.to_dict()}}, indent=1))
+        self.__dict__.pop("costs", None)
 
     def count_eager(self, seconds: float) -> None:
         """A call is over that decoded for so long without compiled passes. When that adds up, have them built and

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +35,7 @@ def add_parsers(subparsers: Any) -> None:
     fit.add_argument("--report", type=Path, help="folder for pictures and index.html (needs matplotlib)")
     fit.add_argument("--depth", type=int, default=5, help="of the paper's base tree")
     fit.add_argument("--total-tokens", type=int, default=60, help="nodes of the paper's base tree, the root included")
-    fit.add_argument("--costs", type=Path, help="a policy.json to take the costs from, instead of measuring them")
+    fit.add_argument("--costs", type=Path, help="a JSON file to take the costs from, instead of measuring them")
     fit.add_argument("--only-costs", action="store_true", help="measure costs here and put them into OUT/policy.json")
     fit.add_argument("--head-repo", help="where the head lives, if not beside the policy: repository id[@revision]")
     fit.set_defaults(run=run_fit)
@@ -205,12 +204,9 @@ def _answer_prompts(
 
 def _costs(args: argparse.Namespace, model: Any, head: Any) -> Mapping[str, Costs]:
     from ..measuring import measure_all_costs
-    from .costs import Costs
+    from .costs import read_costs
 
-    if args.costs is not None:
-        measured = json.loads(args.costs.read_text())["costs"]
-        return {passes: Costs.from_dict(costs) for passes, costs in measured.items()}
-    return measure_all_costs(model, head)
+    return read_costs(args.costs) if args.costs is not None else measure_all_costs(model, head)
 
 
 def _fingerprint(traces: Traces, head: HeteroSpecHead | None) -> str:

@@ -7,9 +7,11 @@ that a shared policy can be given the costs of the machine it runs on (`hf_heter
 from __future__ import annotations
 
 import bisect
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -96,3 +98,16 @@ class Costs:
                 f"`costs` must hold target_ms, draft_first_ms, draft_level_ms and fixed_ms as numbers; got {error!r}. "
                 "Measure them again with `heterospec fit-policy --only-costs`."
             ) from error
+
+
+def read_costs(path: Path) -> dict[str, Costs]:
+    """Costs by kind of passes, as `policy.json`, the results of `heterospec bench` and the file that `heterospec
+    compile` writes hold them.
+
+    Raises:
+        ValueError: when the file holds none, or impossible ones.
+    """
+    try:
+        return {passes: Costs.from_dict(costs) for passes, costs in json.loads(path.read_text())["costs"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no sound costs ({error!r}). Measure them with `heterospec compile`.") from error

@@ -88,9 +88,11 @@ class StratificationPolicy(PushToHubMixin):
         """The same policy on a machine with these costs."""
         return replace(self, costs=costs)
 
-    def costs_of(self, passes: str) -> Costs:
-        """Costs of `"eager"` or `"compiled"` passes; of the other kind where only that was measured."""
-        return self.costs[passes] if passes in self.costs else next(iter(self.costs.values()))
+    def costs_of(self, passes: str, *, measured: Costs | None = None) -> Costs:
+        """Costs of `"eager"` or `"compiled"` passes; of the other kind where only that was measured. Where the policy's
+        are of another machine than those `measured` for these passes, the latter count."""
+        own = self.costs[passes] if passes in self.costs else next(iter(self.costs.values()))
+        return own if measured is None or own.machine == measured.machine else measured
 
     def rounds(
         self,
@@ -101,6 +103,7 @@ class StratificationPolicy(PushToHubMixin):
         num_nodes: int,
         device: str,
         passes: str = "eager",
+        measured: Costs | None = None,
         tiers: Sequence[Sequence[int]] | None = None,
     ) -> RoundPolicy:
         """The policy called `name` for one call of `generate`.
@@ -111,6 +114,7 @@ class StratificationPolicy(PushToHubMixin):
             top_k: width of the beam.
             device: type of the target's device.
             passes: `"eager"` or `"compiled"`, for the costs.
+            measured: costs of these passes that were measured on this machine, as for `costs_of`.
             tiers: (depth, nodes) pairs for `"paper"` instead of the fitted ones.
 
         Raises:
@@ -129,11 +133,11 @@ class StratificationPolicy(PushToHubMixin):
                     f"{self.strata.num_nodes}; got {depth} and {num_nodes}. Cuts do not transfer between depths."
                 )
             return (self.strata if tiers is None else self.strata.with_trees(tiers)).rounds()
-        costs = self.costs_of(passes)
+        costs = self.costs_of(passes, measured=measured)
         if costs.device not in (None, device):
             raise PolicyMismatchError(
-                f"Costs were measured on {costs.device}; the target is on {device}. Measure them there: "
-                "`head.policy = head.policy.with_costs(measure_all_costs(model, head))`."
+                f"Costs were measured on {costs.device}; the target is on {device}. Measure them there "
+                "with `heterospec compile`, or `head.policy = head.policy.with_costs(measure_all_costs(model, head))`."
             )
         return self.throughput.rounds(costs, max_levels=depth + 1, max_nodes=num_nodes)
 
