@@ -131,21 +131,18 @@ def test_unknown_arms_are_refused(name):
 
 
 def test_ablations_of_the_paper_change_its_tiers(target, head, prompts):
-    """Depth 5, 60 nodes, alpha 3 as printed in the paper; the head's own policy is untouched after a run."""
+    """Of a base tree of depth 5 and 60 nodes; the head's own policy is untouched after a run."""
     strata = Strata((1.0, 2.0, 3.0), paper_tiers(5, 60), depth=5, num_nodes=60, top_k=10)
     rule = ThroughputRule(Calibration(10, (Curve((-1.0, 0.0), (0.0, 1.0)),), ((),)))
     policy = StratificationPolicy(
         HeadReference(head.fingerprint()), strata, rule, {"eager": Costs(((1, 1.0), (60, 2.0)), 1.0, 1.0, 0.1)}
     )
     head.policy = policy
-    trees = {
-        name: [tuple(tier) for tier in Arm.parse(name).policy_for(head).strata.tiers]
-        for name in ("paper", "paper-unpruned", "paper-alpha-2")
-    }
+    trees = {name: Arm.parse(name).config(head).draft_tiers for name in ("paper", "paper-unpruned", "paper-alpha-2")}
     assert trees == {
-        "paper": [(8, 21), (7, 38), (6, 61)],
-        "paper-unpruned": [(8, 60), (7, 60), (6, 60)],
-        "paper-alpha-2": [(7, 20), (6, 37), (5, 60)],
+        "paper": None,  # those of the head's policy
+        "paper-unpruned": [[8, 60], [7, 60], [6, 60]],
+        "paper-alpha-2": [[7, 20], [6, 37], [5, 60]],
     }
     run_arms(target, None, head, arms=[Arm.parse("paper-unpruned-eager")], prompt_sets=prompts, max_new_tokens=6)
     assert head.policy is policy

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..configuration import DraftCompile, HeteroSpecGenerationConfig
 from ..head import HeteroSpecHead
-from ..policy.repository import StratificationPolicy
 
 STOCK, PLAIN = "stock", "plain-compiled"
 DEFAULT_ARMS = (STOCK, "prompt-lookup", PLAIN, "chain-5", "tree-60-5-10", "tree-16-1-10")
@@ -73,13 +72,9 @@ class Arm:
         tree = {"draft_depth": depth, "draft_total_tokens": nodes, "draft_top_k": width}
         return cls(name, draft | {"draft_policy": "fixed"} | tree)
 
-    def policy_for(self, head: HeteroSpecHead) -> StratificationPolicy | None:
-        """The head's policy, with this arm's tiers."""
-        policy = head.policy
-        if policy is None or not self.tiers:
-            return policy
-        return replace(policy, strata=policy.strata.with_tiers(**self.tiers))
-
-    def config(self, **kwargs: Any) -> HeteroSpecGenerationConfig:
+    def config(self, head: HeteroSpecHead, **kwargs: Any) -> HeteroSpecGenerationConfig:
         """The generation config of this arm, with the fields all arms share in `kwargs`."""
-        return HeteroSpecGenerationConfig(**kwargs, **(self.draft or {}), **self.generate)
+        draft = dict(self.draft or {})
+        if self.tiers and head.policy is not None:
+            draft["draft_tiers"] = [list(tier) for tier in head.policy.strata.with_tiers(**self.tiers).tiers]
+        return HeteroSpecGenerationConfig(**kwargs, **draft, **self.generate)

@@ -10,8 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,14 +142,13 @@ def _rotated(arms: Sequence[Arm], number: int) -> list[Arm]:
 def _call(model: PreTrainedModel, head: HeteroSpecHead, ids: Tensor, arm: Arm, max_new_tokens: int) -> dict[str, Any]:
     """One call, as the fields of a `Record`."""
     assistant = {"assistant_model": head} if arm.draft is not None else {}
-    config = arm.config(do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
+    config = arm.config(head, do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
     _reset_peak(model.device)
-    with _policy_of(arm, head):
-        start = time.perf_counter()
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
     fields: dict[str, Any] = {
         "seconds": seconds,
         "new_tokens": output.shape[1] - ids.shape[1],
@@ -167,15 +165,6 @@ def _call(model: PreTrainedModel, head: HeteroSpecHead, ids: Tensor, arm: Arm, m
             "graphs": statistics.graphs,
         }
     return fields
-
-
-@contextmanager
-def _policy_of(arm: Arm, head: HeteroSpecHead) -> Iterator[None]:
-    fitted, head.policy = head.policy, arm.policy_for(head)
-    try:
-        yield
-    finally:
-        head.policy = fitted
 
 
 def _special_ids(model: PreTrainedModel) -> dict[str, Any]:
