@@ -20,7 +20,7 @@ from typing import Any
 from provenance import RESULTS, provenance, write_json
 
 from hf_heterospec.benchmarking import Arm
-from hf_heterospec.policy.costs import Costs, read_costs
+from hf_heterospec.policy.costs import read_costs
 from hf_heterospec.policy.fitting import best_fixed_tree
 from hf_heterospec.policy.repository import PASSES, StratificationPolicy
 from hf_heterospec.policy.rounds import FixedRounds, RoundPolicy
@@ -31,10 +31,10 @@ NewPolicy = Callable[[], RoundPolicy]
 COUNTS = ("target_calls", "verified_tokens")
 
 
-def arms_of(policy: StratificationPolicy, simulator: Simulator, costs: Costs, names: list[str]) -> dict[str, NewPolicy]:
+def arms_of(policy: StratificationPolicy, simulator: Simulator, passes: str, names: list[str]) -> dict[str, NewPolicy]:
     """The arms of `heterospec bench` of these names; among others the default ones, of the base tree's depth and size,
     and the best fixed tree."""
-    strata = policy.strata
+    strata, costs = policy.strata, policy.costs_of(passes)
     depth, nodes, alpha = strata.depth, strata.num_nodes, math.ceil(strata.depth / 2)
     if not names:
         levels, size = best_fixed_tree(simulator, costs)
@@ -87,10 +87,12 @@ def main() -> None:
     parser.add_argument("--costs", type=Path, help="JSON with costs, of a real run for one, instead of the policy's")
     args = parser.parse_args()
     policy, simulator = StratificationPolicy.from_pretrained(args.policy), Simulator(Traces.load(*args.traces))
-    costs = read_costs(args.costs)[args.passes] if args.costs else policy.costs_of(args.passes)
+    if args.costs:
+        policy = policy.with_costs(read_costs(args.costs))
+    costs = policy.costs_of(args.passes)
     sets = [*dict.fromkeys(simulator.traces.sources), None]
     results: dict[str, dict[str, object]] = {}
-    for name, new_policy in arms_of(policy, simulator, costs, args.arms).items():
+    for name, new_policy in arms_of(policy, simulator, args.passes, args.arms).items():
         copies = (Arm.parse(name).draft or {}).get("draft_copies", True)
         replays = {source or "all": simulator.run(new_policy, costs, source=source, copies=copies) for source in sets}
         results[name] = {source: describe(replay) for source, replay in replays.items()}

@@ -141,13 +141,12 @@ def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenize
 
 
 def _costs_decided_by(model: PreTrainedModel, head: HeteroSpecHead, compile: DraftCompile) -> dict[str, Any]:
-    """The costs that the head's policy decided by, by kind of passes."""
+    """The costs that the head's policy decides by, by kind of passes."""
     if head.policy is None:
         return {}
     graphs, _ = graphs_for(model, head, compile)
-    if graphs is None or not graphs.is_ready:
-        return {"eager": head.policy.costs_of("eager").to_dict()}
-    return {"compiled": head.policy.costs_of("compiled", measured=graphs.costs).to_dict()}
+    compiled = head.policy.costs_of("compiled", measured=graphs.costs if graphs is not None else None)
+    return {"eager": head.policy.costs_of("eager").to_dict(), "compiled": compiled.to_dict()}
 
 
 def _against_bandwidth(summaries: list[Summary], plain: list[Any], model: PreTrainedModel, bandwidth: float) -> str:

@@ -83,7 +83,7 @@ class Graphs:
     def keep_costs(self, costs: Costs) -> None:
         """Keep measured costs beside the artefacts; calls in this process and later ones decide by them."""
         write_whole(self.spec.folder / COSTS, json.dumps({"costs": {"compiled": costs.to_dict()}}, indent=1))
-        self.__dict__.pop("costs", None)
+        self.costs = costs
 
     def count_eager(self, seconds: float) -> None:
         """A call is over that decoded for so long without compiled passes. When that adds up, have them built and
