@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
+from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_heterospec import HeteroSpecOutput
@@ -136,21 +137,23 @@ def test_stop_strings(smollm):
         assert output.shape[1] < input_ids.shape[1] + 30
 
 
-def test_max_time(pair):
+def test_max_time(pair, monkeypatch):
     target, head = pair
+    clock = SimpleNamespace(now=0.0, time=lambda: clock.now)
+    monkeypatch.setattr(stopping_criteria, "time", clock)
 
     class Slow(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            time.sleep(0.05)
+            clock.now += 1.0
             return scores
 
     output = target.generate(
         prompt_of(),
-        generation_config=draft_config(max_new_tokens=200, max_time=0.3),
+        generation_config=draft_config(max_new_tokens=200, max_time=6.5),
         assistant_model=head,
         logits_processor=LogitsProcessorList([Slow()]),
     )
-    assert 2 <= output.shape[1] - prompt_of().shape[1] <= 12
+    assert output.shape[1] - prompt_of().shape[1] == 7
 
 
 # Processors
