@@ -16,6 +16,7 @@ from .beam import Level, first_level, next_level, read_back
 from .configuration import DraftSettings
 from .graphs import Graphs
 from .head import HeadOutput, HeteroSpecHead, gather_features
+from .machine import to_device
 from .policy.repository import PolicyMismatchError
 from .policy.rounds import OFF, DraftView, FixedRounds, RoundPolicy
 from .repeats import Repeats, copy
@@ -110,7 +111,7 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         graphs, mask = self._ready_graphs, _causal_mask(length, start, features) if start else None
         if graphs is not None and mask is not None:
             buffers = self.cache.reserve(start + length)
-            place = torch.tensor(start, device=features.device)
+            place = to_device(start, features.device)
             hidden, log_probs = graphs.run("read", next_ids, features, position_ids, mask, place, *buffers)
         else:
             attention = {"position_ids": position_ids, "cache": self.cache, "start": start, "mask": mask}
@@ -150,7 +151,7 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
             features: `[1, num_nodes, 3 * target_hidden]`, of the verified tree.
             ids: `[1, length]`, ending in the tokens emitted after the nodes of `path`.
         """
-        nodes = torch.tensor(path, device=features.device)
+        nodes = to_device(path, features.device)
         self._unseen.append((features[:, nodes], ids[:, -len(path) :].to(features.device)))
         self.policy.end(accepted=len(path) - 1)
 
@@ -227,7 +228,7 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
         if graphs is None:
             return next_level(self.head, self.embeddings, *inputs, depth=depth, length=length, cache=self.cache)
         buffers = self.cache.reserve(length + depth * level.width)
-        places = (torch.tensor(number, device=level.beam.device) for number in (depth, length))
+        places = (to_device(number, level.beam.device) for number in (depth, length))
         return Level(*graphs.run("expand", *inputs, *places, *buffers))
 
     @property

@@ -1,11 +1,13 @@
-"""Which machine this is, and the dtype it is fast in."""
+"""Which machine this is, the dtype it is fast in, and the way to its device."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 
 def device_name(device: torch.device) -> str:
@@ -18,6 +20,12 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def to_device(numbers: int | Sequence[int], device: torch.device) -> Tensor:
+    """Integers of the host as an int64 tensor on `device`. Does not wait for what runs there, which
+    `torch.tensor(numbers, device=device)` does on CUDA."""
+    return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")

@@ -18,8 +18,8 @@ class Choice(NamedTuple):
 
 
 class Sequence:
-    """The growing text. `ids` is `[1, length]`; its last token has no row in the target's cache yet. `tokens` are the
-    same on the host."""
+    """The growing text. `ids` is `[1, length]`; its last token has no row in the target's cache yet. `host_ids` and
+    `tokens` are the same on the host."""
 
     def __init__(
         self,
@@ -30,8 +30,14 @@ class Sequence:
         generation_config: GenerationConfig,
     ) -> None:
         self.ids = input_ids
-        self.tokens: list[int] = input_ids[0].tolist()
-        self.stopping_criteria, self.streamer = stopping_criteria, streamer
+        self.host_ids = input_ids.cpu()
+        self.tokens: list[int] = self.host_ids[0].tolist()
+        self.streamer = streamer
+        # Criteria of transformers are shown the text on the host, where their answer keeps nobody waiting for a device.
+        self._host_criteria, self._criteria = StoppingCriteriaList(), StoppingCriteriaList()
+        for criterion in stopping_criteria:
+            is_upstream = type(criterion).__module__.startswith("transformers.")
+            (self._host_criteria if is_upstream else self._criteria).append(criterion)
         self.max_length = generation_config.max_length
         self.finished = False
         wanted = bool(generation_config.return_dict_in_generate)
@@ -58,12 +64,25 @@ class Sequence:
             self.logits += (self._keep(logits),)
         if self.hidden_states is not None:
             self.hidden_states += (hidden_states,)
-        token = self.ids.new_tensor([choice.token_id])
-        self.ids = torch.cat((self.ids, token[None]), dim=1)
+        token = self.host_ids.new_tensor([choice.token_id])
+        self._append(token)
         self.tokens.append(choice.token_id)
-        self.finished = bool(self.stopping_criteria(self.ids, self.scores).all())
+        self.finished = self._stops()
         if self.streamer is not None:
-            self.streamer.put(token.cpu())
+            self.streamer.put(token)
+
+    def _append(self, token: Tensor) -> None:
+        on_host = self.ids is self.host_ids
+        self.host_ids = torch.cat((self.host_ids, token[None]), dim=1)
+        new = token[None].to(self.ids.device, non_blocking=True)
+        self.ids = self.host_ids if on_host else torch.cat((self.ids, new), dim=1)
+
+    def _stops(self) -> bool:
+        """Asks every criterion, whatever the others say, as `generate` does."""
+        finished = bool(self._host_criteria(self.host_ids, self.scores).all())
+        if self._criteria:
+            finished |= bool(self._criteria(self.ids, self.scores).all())
+        return finished
 
     def _keep(self, row: Tensor) -> Tensor:
         # A copy: a view would keep the logits of the whole tree alive.

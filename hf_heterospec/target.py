@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .configuration import DraftSettings
 from .graphs import Graphs
 from .head import gather_features
+from .machine import to_device
 from .rows import Rows, StoredLayer, rows_of
 from .tree import DraftLimits, DraftTree
 
@@ -181,7 +182,7 @@ class Target:
             tree.token_ids[None],
             self.model_kwargs["position_ids"][:, -1:] + tree.depths,
             self._tree_mask(tree, self.cached_length + tree.num_nodes),
-            torch.tensor(self.cached_length, device=tree.token_ids.device),
+            to_device(self.cached_length, tree.token_ids.device),
             *rows.parts(),
         )
         return TargetPass(logits, features, None)
@@ -209,7 +210,7 @@ class Target:
     def commit(self, path: list[int], num_nodes: int) -> None:
         """Keep the rows of the accepted nodes, in order, and drop the other rows of the last `verify`."""
         if path != list(range(len(path))):
-            self._move(torch.tensor(path, device=self.model.device) + self.cached_length)
+            self._move(to_device(path, self.model.device) + self.cached_length)
         if self.rows is None:
             self.cache.crop(len(path) - num_nodes)
         self.cached_length += len(path)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .machine import to_device
+
 
 class DraftLimits(NamedTuple):
     """What a round has room for."""
@@ -72,7 +74,7 @@ class DraftTree:
     def chain(cls, root: Tensor, token_ids: list[int]) -> DraftTree:
         """One branch: `token_ids` one after the other under `root`, which is `[1]`."""
         depths = torch.arange(len(token_ids) + 1, device=root.device)
-        drafted = torch.tensor(token_ids, dtype=root.dtype, device=root.device)
+        drafted = to_device(token_ids, root.device).to(root.dtype)
         return cls(
             token_ids=torch.cat((root, drafted)),
             parents=(depths - 1).clamp(min=0),
