@@ -1,4 +1,5 @@
-"""Everything that needs a GPU, in one run: exactness, the arms, and cost curves. Writes JSON; sized for eight minutes.
+"""Everything that needs a GPU, in one run: exactness, waits, the arms, and cost curves. Writes JSON; sized for eight
+minutes.
 
     python benchmarks/gpu_check.py --output gpu.json                # on a GPU
     python benchmarks/gpu_check.py --device cpu --tiny --output x   # the script itself, in a minute on any machine
@@ -9,11 +10,13 @@ No network and no downloads: the head and target are the shipped ones, and the 8
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from hf_heterospec import HeteroSpecConfig, HeteroSpecGenerationConfig, HeteroSp
 from hf_heterospec.benchmarking import Arm, run_arms, summarise
 from hf_heterospec.benchmarking.provenance import describe_run
 from hf_heterospec.graphs import graphs_for
+from hf_heterospec.measuring import measure_costs
 from hf_heterospec.rows import RowStore
 from hf_heterospec.targets import load_default_head, load_default_target
 
@@ -53,7 +57,8 @@ def main() -> int:
     args = parser.parse_args()
     device, started = torch.device(args.device), time.perf_counter()
     result: dict[str, Any] = {"provenance": describe_run(device), "seconds": {}}
-    for name, part in (("exactness", exactness), ("arms", arms), ("costs_small", costs_small), ("costs_8b", costs_8b)):
+    for part in (exactness, waits, arms, costs_small, costs_8b):
+        name = part.__name__
         if time.perf_counter() - started > args.budget:
             result[name] = "skipped: the time was up"
             continue
@@ -94,11 +99,49 @@ def exactness(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     return rows
 
 
+@torch.inference_mode()
+def waits(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+    """How often a round waits for the device, greedily: once, and once more where a policy looks at drafts."""
+    if device.type != "cuda":
+        return []  # `tests/test_waits.py` counts for a device that is none
+    model, head, prompts = _target_and_head(device, torch.bfloat16, tiny)
+    _decide_by_costs_here(model, head)
+    rows = []
+    for mode in ("never", "always"):
+        for policy in ("fixed", "throughput"):
+            counts = []
+            for num_tokens in (1, 64):
+                config = HeteroSpecGenerationConfig(
+                    do_sample=False, max_new_tokens=num_tokens, draft_policy=policy, draft_compile=mode
+                )
+                with _warning_of_waits() as seen:
+                    mask = torch.ones_like(prompts[0])
+                    model.generate(prompts[0], attention_mask=mask, assistant_model=head, generation_config=config)
+                counts.append(sum("synchronizing" in str(warning.message) for warning in seen))
+            rounds = head.last_statistics.rounds
+            rows.append({"compile": mode, "policy": policy, "waits_per_round": (counts[1] - counts[0]) / rounds})
+    return rows
+
+
+@contextlib.contextmanager
+def _warning_of_waits() -> Iterator[list[Any]]:
+    """Warnings, one of them each time the host waits for the GPU, as far as torch notices it."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield seen
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def arms(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     """The arms of `heterospec bench` on a few prompts, bf16."""
     model, head, prompts = _target_and_head(device, torch.float32 if tiny else torch.bfloat16, tiny)
+    _decide_by_costs_here(model, head)
     tokenizer = _Ids(prompts)
-    names = ["stock", "plain-compiled", "chain-5", "tree-60-5-10", "tree-60-7-10", "tree-16-1-10"]
+    trees = ["chain-5", "tree-60-5-10", "tree-60-7-10", "tree-16-1-10"]
+    names = ["stock", "plain-compiled", *trees, "paper", "throughput"]
     records = run_arms(
         model,
         tokenizer,  # type: ignore[arg-type]
@@ -185,6 +228,13 @@ def _target_and_head(
         for prompt in PROMPTS
     ]
     return model.to(device), load_default_head(), [prompt["input_ids"].to(device) for prompt in prompts]
+
+
+def _decide_by_costs_here(model: PreTrainedModel, head: HeteroSpecHead) -> None:
+    """Give the head's policy, if there is one, what compiled passes cost on this machine."""
+    costs = measure_costs(model, head, draft_compile="always", progress=False)
+    if head.policy is not None:
+        head.policy = head.policy.with_costs({"compiled": costs})
 
 
 def _random_head(config: Any) -> HeteroSpecHead:
