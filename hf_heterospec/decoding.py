@@ -69,7 +69,7 @@ def decode(
     statistics, clock = SpeculationStatistics(), Stopwatch(model.device)
 
     with clock.measure("prefill"):
-        prompt = target.prefill(input_ids)
+        prompt = target.prefill(input_ids, most_nodes=settings.total_tokens)
         statistics.graphs = target.describe_passes(status)
         accept(DraftTree.root_only(input_ids.new_zeros(1)), prompt, chooser=chooser, sequence=sequence)
         drafter = None

@@ -45,7 +45,7 @@ def install() -> None:
         if found != KNOWN_PARAMETERS[name]:
             raise ImportError(
                 f"hf_heterospec needs `GenerationMixin.{name}({', '.join(KNOWN_PARAMETERS[name])})`; transformers "
-                f"{transformers.__version__} has {found}. Install transformers 5.24, or a newer hf_heterospec."
+                f"{transformers.__version__} has {found}. Install transformers 5.25, or a newer hf_heterospec."
             )
         wrapped: Any = functools.wraps(original)(wrapper(original))
         wrapped.__heterospec_original__ = original
@@ -96,6 +96,7 @@ def _refuse_unsupported(model: Any, generation_mode: GenerationMode, generation_
         "output_attentions=True": generation_config.output_attentions,
         "use_cache=False": generation_config.use_cache is False,
         "an encoder-decoder target": model.config.is_encoder_decoder,
+        "a target that keeps no `Cache`": not model._supports_default_dynamic_cache(),
     }
     if refused := [reason for reason, applies in reasons.items() if applies]:
         raise ValueError(

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
@@ -84,14 +85,25 @@ class Target:
     def cache(self) -> Cache:
         return self.model_kwargs["cache"]
 
-    def prefill(self, input_ids: Tensor) -> TargetPass:
-        """Run the prompt, `[1, length]` (or what of it the cache does not hold yet)."""
+    def prefill(self, input_ids: Tensor, *, most_nodes: int) -> TargetPass:
+        """Run the prompt, `[1, length]` (or what of it the cache does not hold yet), and prepare the cache for passes
+        over up to `most_nodes` nodes.
+
+        Raises:
+            ValueError: when the model keeps its state outside the cache, where it cannot be rolled back.
+        """
         outputs = self.model._prefill(input_ids, self.generation_config, self.model_kwargs)
         self.model_kwargs = self.model._update_model_kwargs_for_generation(outputs, self.model_kwargs)
+        if any(_is_unused(layer) for layer in self.cache.layers):
+            raise ValueError(
+                f"A HeteroSpecHead cannot decode with {type(self.model).__name__}, which keeps its state outside the "
+                "cache. Leave out assistant_model."
+            )
         self.cached_length = int(self.cache.get_seq_length())
-        # From here on rejected rows are rolled back, so layers with a window must keep what they would drop.
+        # From here on rejected rows are rolled back: layers with a window must keep what they would drop, recurrent
+        # ones the state after each node.
         self._recording = [(layer, layer.record_past) for layer in self.cache.layers if hasattr(layer, "record_past")]
-        self.cache.activate_past_recording()
+        self.cache.activate_past_recording(recurrent_states_to_keep=most_nodes)
         self.rows = rows_of(self.cache)
         return self._read(outputs, outputs.logits[0, -1:])
 
@@ -120,8 +132,8 @@ class Target:
         width = settings.top_k
         if width > 1 and not self._takes_tree(num_nodes):
             logger.warning_once(
-                "The target cannot verify a tree here (its attention takes no tree mask, or the text has reached the "
-                "sliding window), so a chain is drafted instead."
+                "The target cannot verify a tree here (its attention takes no tree mask, a layer keeps a state, or "
+                "the text has reached the sliding window), so a chain is drafted instead."
             )
             width = 1
         num_copied = min(num_remaining, num_nodes) - 1 if settings.copies else 0
@@ -155,9 +167,9 @@ class Target:
             kwargs["attention_mask"] = self._tree_mask(tree, columns)
         elif (mask := kwargs.get("attention_mask")) is not None:
             kwargs["attention_mask"] = torch.cat((mask, mask.new_ones(1, tree.num_nodes - 1)), dim=1)
-        if "logits_to_keep" in kwargs:
-            kwargs["logits_to_keep"] = 0  # all
         inputs = self.model.prepare_inputs_for_generation(tree.token_ids[None], **kwargs)
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 0  # all
         outputs = self.model(**inputs, return_dict=True)
         return self._read(outputs, outputs.logits[0])
 
@@ -242,6 +254,13 @@ class Target:
         if self.layer_ids:
             features = gather_features(outputs.hidden_states, self.layer_ids, self.model.device)
         return TargetPass(logits, features, outputs.hidden_states if self.wants_hidden_states else None)
+
+
+def _is_unused(layer: Any) -> bool:
+    """Whether a recurrent layer of a filled cache holds no state."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin) and not any(
+        (*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values())
+    )
 
 
 def with_room_for_trees(model: PreTrainedModel, cache: Cache, *, max_length: int, num_nodes: int) -> Cache:

@@ -30,6 +30,27 @@ ARCHITECTURES = {
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
 }
 
+# Architectures with layers that keep a state instead of rows.
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+RECURRENT = {
+    "qwen3_next": {
+        "head_dim": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 8},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+}
+
 
 def tiny_target(architecture: str = "llama", *, seed: int = 0, **overrides) -> AutoModelForCausalLM:
     """A random model of four layers. Its weights are large enough that greedy text is not one token for ever."""
@@ -48,7 +69,7 @@ def tiny_target(architecture: str = "llama", *, seed: int = 0, **overrides) -> A
             "eos_token_id": None,
             "pad_token_id": 0,
         }
-        | ARCHITECTURES.get(architecture, {})
+        | (ARCHITECTURES | RECURRENT).get(architecture, {})
         | overrides,
     )
     torch.manual_seed(seed)

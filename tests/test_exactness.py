@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, chat_ids, draft_config, prompt_of, tiny_head, tiny_target
+from conftest import ARCHITECTURES, RECURRENT, chat_ids, draft_config, prompt_of, tiny_head, tiny_target
 from transformers import DynamicCache, StaticCache
 
 from hf_heterospec import HeteroSpecGenerationConfig
@@ -27,6 +27,16 @@ def test_architectures(architecture, seed):
     target = tiny_target(architecture, seed=seed)
     statistics = assert_equals_plain(target, tiny_head(target, seed=seed), prompt_of(seed=seed))
     assert 0 < statistics.accepted_tokens < sum(statistics.drafted_at_depth)
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+@pytest.mark.parametrize("tree", [{}, {"draft_top_k": 1, "draft_depth": 6, "draft_total_tokens": 8}])
+def test_recurrent_layers_are_given_chains(architecture, tree):
+    """Their state is rolled back to the one behind the last accepted node; there is no state of a branch."""
+    target = tiny_target(architecture)
+    statistics = assert_equals_plain(target, tiny_head(target), prompt_of(), draft_config(max_new_tokens=60, **tree))
+    assert 0 < statistics.accepted_tokens < sum(statistics.drafted_at_depth)
+    assert statistics.graphs == "eager: it has layers without full attention"
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -119,6 +129,24 @@ def test_cache_of_an_earlier_turn(target, head, implementation):
     plain = two_turns(draft_config())
     output = two_turns(draft_config(), assistant_model=head)
     assert output.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_recurrent_state_of_an_earlier_turn(architecture):
+    """It is the one plain decoding would have left, and the second turn may be decoded without the head."""
+    target = tiny_target(architecture)
+    head, more_ids = tiny_head(target), prompt_of(5, seed=1)
+    config = draft_config(return_dict_in_generate=True)
+
+    def two_turns(*assistants):
+        first, second = assistants
+        turn = target.generate(prompt_of(6), generation_config=config, assistant_model=first)
+        ids = torch.cat((turn.sequences, more_ids), dim=1)
+        return target.generate(ids, generation_config=config, cache=turn.cache, assistant_model=second).sequences
+
+    plain = two_turns(None, None)
+    for assistants in ((head, head), (head, None), (None, head)):
+        assert two_turns(*assistants).tolist() == plain.tolist()
 
 
 def test_policy_off_is_plain_decoding(target, head):

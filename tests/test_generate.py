@@ -110,7 +110,7 @@ def test_max_length_and_min_new_tokens(pair):
 
 
 def test_custom_criteria_are_asked_token_by_token(pair):
-    """Upstream's assisted decoding asks them once a block (open in transformers 5.24)."""
+    """Upstream's assisted decoding asks them once a block (open in transformers 5.25)."""
     token = plain_text(pair)[20]
     plain_stop, stop = CountedStop(token), CountedStop(token)
     target, head = pair
@@ -338,6 +338,18 @@ def test_unsupported_modes_raise_one_clear_error(kwargs, message):
     target = tiny_target(attn_implementation="eager")
     with pytest.raises(ValueError, match=f"HeteroSpecHead cannot decode with {message}"):
         target.generate(prompt_of(), assistant_model=tiny_head(target), max_new_tokens=5, **kwargs)
+
+
+def test_a_target_without_a_cache_raises_one_clear_error():
+    target = tiny_target("rwkv", attention_hidden_size=32)
+    with pytest.raises(ValueError, match="HeteroSpecHead cannot decode with a target that keeps no `Cache`"):
+        target.generate(prompt_of(), assistant_model=tiny_head(target), max_new_tokens=5)
+
+
+def test_a_state_outside_the_cache_raises_one_clear_error():
+    target = tiny_target("recurrent_gemma", lru_width=32)
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM, which keeps its state outside the cache"):
+        target.generate(prompt_of(), assistant_model=tiny_head(target), max_new_tokens=5)
 
 
 def test_batches_raise_one_clear_error(pair):
