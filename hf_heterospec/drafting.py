@@ -241,6 +241,12 @@ class HeteroSpecCandidateGenerator(CandidateGenerator):
     def model_kwargs_overrides(self) -> dict[str, Any]:
         return {"output_hidden_states": self.target_layer_ids}
 
+    @property
+    def num_drafting_tokens(self) -> int:
+        """As many states as upstream's loop lets recurrent layers keep: the chain of `get_candidates` and the token
+        before it. With one fewer, a chain rejected as a whole has no state to go back to."""
+        return self.settings.depth + 2
+
     def get_candidates(
         self, input_ids: Tensor, *, model_outputs: Any = None, n_last_matches: int = 0, **kwargs: Any
     ) -> tuple[Tensor, None]:

@@ -70,8 +70,11 @@ def test_an_upstream_with_another_signature_is_refused(monkeypatch):
         hf_heterospec.install()
 
 
-def test_upstreams_own_loop_takes_the_candidate_generator(target, head, monkeypatch):
-    """Chains through `GenerationMixin._assisted_decoding`, unwrapped."""
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_upstreams_own_loop_takes_the_candidate_generator(architecture, monkeypatch):
+    """Chains through `GenerationMixin._assisted_decoding`, unwrapped, without and with recurrent layers."""
+    target = tiny_target(architecture)
+    head = tiny_head(target)
     settings = DraftSettings(depth=3, top_k=1)
     drafters = []
 
