@@ -125,7 +125,7 @@ def test_graphs_share_weights_with_the_model_and_each_other(compiled):
     owners = {tensor.data_ptr() for module in (target, head) for tensor in running._tensors_of(module).values()}
     packed = {}
     for name, weights in graphs.weights.items():
-        manifest = json.loads((graphs.spec.folder / building.MANIFEST.format(name)).read_text())
+        manifest = json.loads((graphs.spec.folder / building.MANIFEST.format(name)).read_text())["weights"]
         layouts = [entry["layout"] for entry in manifest]
         assert set(layouts) <= {graphs.spec.layout, None}
         unpacked = [weight for weight, layout in zip(weights, layouts, strict=True) if layout is None]
@@ -162,7 +162,7 @@ def test_a_layout_for_other_processors_gives_the_same_text(tmp_path, monkeypatch
     assert torch.equal(generate(target, head, ids, draft_compile="always"), plain(target, ids))
     assert head.last_statistics.graphs == "compiled"
     manifest = GraphSpec.of(target, head).folder / building.MANIFEST.format("target")
-    assert {entry["layout"] for entry in json.loads(manifest.read_text())} == {layout.value, None}
+    assert {entry["layout"] for entry in json.loads(manifest.read_text())["weights"]} == {layout.value, None}
 
 
 def test_a_hook_on_the_model_is_not_compiled_away(compiled):

@@ -126,8 +126,8 @@ def build(spec: GraphSpec, folder: Path) -> Iterator[str]:
                 continue
             module, inputs = passes_of(model, head, spec.layer_ids, shapes=shapes)[name]
             traced = tracing.trace(module, inputs, layout=layout)
-            _compile(traced, layout, folder / ARTEFACT.format(name))
-            write_whole(folder / MANIFEST.format(name), json.dumps(traced.weights))
+            _compile(traced, layout, device, folder / ARTEFACT.format(name))
+            write_whole(folder / MANIFEST.format(name), json.dumps({"sizes": traced.sizes, "weights": traced.weights}))
             yield name
 
 
@@ -153,17 +153,17 @@ def passes_of(
     return {name: (modules[name], inputs[name]) for name in PASSES}
 
 
-def _compile(traced: Traced, layout: packing.Layout | None, path: Path) -> None:
+def _compile(traced: Traced, layout: packing.Layout | None, device: torch.device, path: Path) -> None:
     from torch._inductor import standalone_compile
 
     patches: dict[str, Any] = {"size_asserts": False}  # a packed weight is opaque: it has a size, but no strides
-    if traced.inputs[0].device.type == "cuda":
+    if device.type == "cuda":
         patches |= {"max_autotune": True}
     if layout is packing.Layout.PANELS:
         patches |= {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
     with torch.no_grad():
         artefact = standalone_compile(
-            traced.graph, list(traced.inputs), dynamic_shapes="from_graph", options={"config_patches": patches}
+            traced.graph, [*traced.inputs], dynamic_shapes="from_graph", options={"config_patches": patches}
         )
     artefact.save(path=str(path), format="binary")
 

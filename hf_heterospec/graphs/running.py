@@ -40,6 +40,7 @@ class Graphs:
     def __init__(self, spec: GraphSpec) -> None:
         self.spec, self.status, self.is_ready = spec, "eager: not compiled yet", False
         self.eager_seconds = 0.0
+        self.sizes: dict[str, list[tuple[int, int]]] = {}  # see `tracing.Traced`
         self.weights: dict[str, list[Tensor]] = {}  # what each pass reads besides its inputs
         self._process: subprocess.Popen[bytes] | None = None
         self._loader: threading.Thread | None = None
@@ -50,7 +51,8 @@ class Graphs:
     def run(self, name: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The pass called `name` (see `building.PASSES`), on the inputs of the module of that name in `tracing`.
         Writes to the cache tensors among them, which must be contiguous; the others are made so."""
-        return self._artefacts[name](*(part.contiguous() for part in inputs), *self.weights[name])
+        sizes = (inputs[number].shape[dimension] for number, dimension in self.sizes[name])
+        return self._artefacts[name](*sizes, *(part.contiguous() for part in inputs), *self.weights[name])
 
     def prepare(self, model: PreTrainedModel, head: HeteroSpecHead, mode: DraftCompile) -> None:
         """Called once per call, before its first pass. Waits only when `mode` is `"always"`.
@@ -146,12 +148,13 @@ class Graphs:
             manifest = json.loads((self.spec.folder / MANIFEST.format(name)).read_text())
             tensors = _tensors_of(modules[name])
             for part, kind in (
-                (p, k) for entry in manifest for p, k in zip(entry["names"], entry["kinds"], strict=True)
+                (p, k) for entry in manifest["weights"] for p, k in zip(entry["names"], entry["kinds"], strict=True)
             ):
                 found = kind_of(tensors[part]) if part in tensors else None
                 if found != kind:
                     return self._fail(f"its weight {part} is {found}, where an unmodified model has {kind}")
-            self.weights[name] = [_weight(entry, tensors, packed) for entry in manifest]
+            self.sizes[name] = manifest["sizes"]
+            self.weights[name] = [_weight(entry, tensors, packed) for entry in manifest["weights"]]
         self._bound_to, self.is_ready, self.status = state, True, "compiled"
 
     def _fail(self, reason: str) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.functional import scaled_dot_product_attention
@@ -115,14 +115,16 @@ def kind_of(tensor: Tensor) -> list[Any]:
 
 @dataclass
 class Traced:
-    """A graph, fake inputs for it, and where its weights come from.
+    """A graph, fake inputs for it, and where the real ones come from: sizes first, then the caller's, then weights.
 
-    `weights` names what follows the caller's inputs, in order: parameters and buffers of the traced module, with the
-    `kind_of` each. Those with a `layout` are packed in it, several of them one below the other.
+    `sizes` says for each symbol which of the caller's inputs has it in which dimension. `weights` names parameters and
+    buffers of the traced module, with the `kind_of` each. Those with a `layout` are packed in it, several of them one
+    below the other.
     """
 
     graph: GraphModule
-    inputs: list[Tensor]
+    inputs: list[Tensor | torch.SymInt]
+    sizes: list[tuple[int, int]]
     weights: list[dict[str, Any]]
 
 
@@ -151,9 +153,32 @@ def trace(module: nn.Module, inputs: list[Tensor], *, layout: Layout | None) -> 
         parts = [names[source] for source in sources or [node]]
         kinds = [kind_of(tensors[part]) for part in parts]
         weights.append({"names": parts, "kinds": kinds, "layout": layout.value if layout and sources else None})
+    sizes = _add_sizes(graph, inputs)
+    for output in cast(tuple[Node, ...], graph.graph.output_node().args[0]):
+        output.meta["example_value"] = output.meta["val"]  # where `standalone_compile` looks for the symbols' world
     graph.recompile()
     kept = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    return Traced(graph, kept, weights)
+    return Traced(graph, kept, sizes, weights)
+
+
+def _add_sizes(module: GraphModule, inputs: list[Tensor]) -> list[tuple[int, int]]:
+    """Make every symbol in the shapes of `inputs` an input of its own, ahead of them (mutates the graph). Inductor need
+    not find it in a shape then: from torch 2.14 on it looks only for those whose size the graph asks for.
+
+    Returns:
+        For each new input its value, as the number of an input of the caller's and a dimension.
+    """
+    places = {
+        str(size): (number, dimension, size)
+        for number, tensor in reversed([*enumerate(inputs)])
+        for dimension, size in enumerate(tensor.shape)
+        if isinstance(size, torch.SymInt)
+    }
+    first = next(iter(module.graph.nodes))
+    with module.graph.inserting_before(first):
+        for name, (_, _, size) in places.items():
+            module.graph.placeholder(f"size_{name}").meta["val"] = size
+    return [(number, dimension) for number, dimension, _ in places.values()]
 
 
 class Shapes:
