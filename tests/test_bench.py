@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from conftest import prompt_of
 
 from hf_heterospec.benchmarking import runs
 from hf_heterospec.benchmarking.arms import Arm
+from hf_heterospec.benchmarking.peers import EconomizeChain
 from hf_heterospec.benchmarking.plot import plot
 from hf_heterospec.benchmarking.prompts import load_prompt_sets
 from hf_heterospec.benchmarking.report import MEAN, on_hardest, over_best_tree, summarise, table, verdict
 from hf_heterospec.benchmarking.runs import Record, RecordFile, run_arms
+from hf_heterospec.graphs.running import why_eager
 from hf_heterospec.policy.calibration import Calibration, Curve
 from hf_heterospec.policy.costs import Costs
 from hf_heterospec.policy.repository import HeadReference, StratificationPolicy
@@ -47,6 +50,31 @@ def test_every_arm_runs_on_every_prompt(target, head, prompts):
     assert tree.verified_tokens >= tree.rounds > 0
     assert set(tree.split) == set(SPLIT)
     assert next(record for record in records if record.arm == "stock").rounds is None
+
+
+def test_the_chain_of_economize_accepts_what_ours_accepts(target, head, prompts):
+    """The same head on the same target: the arm compares decoders, and leaves the target to the other arms."""
+    pytest.importorskip("economize")
+    arms = [Arm.parse(name, compile="never") for name in ("chain-3", "economize-3")]
+    records = run_arms(target, None, head, arms=arms, prompt_sets=prompts, max_new_tokens=24)
+    by_arm = [[record for record in records if record.arm == arm.name] for arm in arms]
+    for ours, theirs in zip(*by_arm, strict=True):
+        assert (theirs.new_tokens, theirs.prompt, theirs.prompt_set) == (24, ours.prompt, ours.prompt_set)
+        assert abs(theirs.rounds - ours.rounds) <= 1
+        assert theirs.verified_tokens >= theirs.rounds
+    assert sum(ours.rounds for ours in by_arm[0]) < 3 * 23  # of which some were accepted
+    assert why_eager(target) is None
+    assert "economize-3" in table(summarise(records))
+    peer = EconomizeChain(target, head)
+    ids = prompt_of(5)
+    plain = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+    assert peer.model.decode(ids, 24).tokens.tolist() == plain[0, 5:].tolist()
+
+
+def test_the_arm_of_a_missing_package_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("hf_heterospec.benchmarking.arms.has_economize", lambda: False)
+    with pytest.raises(ValueError, match="economize-3 needs the package economize"):
+        Arm.parse("economize-3")
 
 
 def test_an_interrupted_run_goes_on(target, head, prompts, tmp_path, monkeypatch):

@@ -7,13 +7,16 @@ from typing import Any
 
 from ..configuration import DraftCompile, HeteroSpecGenerationConfig
 from ..head import HeteroSpecHead
+from .peers import has_economize
 
 STOCK, PLAIN = "stock", "plain-compiled"
-DEFAULT_ARMS = (STOCK, "prompt-lookup", PLAIN, "chain-5", "tree-60-5-10", "tree-16-1-10")
+OURS_AND_STOCK = (STOCK, "prompt-lookup", PLAIN, "chain-5", "tree-60-5-10", "tree-16-1-10")
+DEFAULT_ARMS = (*OURS_AND_STOCK, "economize-5") if has_economize() else OURS_AND_STOCK
 SYNTAX = (
     "stock, prompt-lookup, plain-compiled, throughput, throughput-uncopied (drafts of the head alone), paper, "
     "paper-unpruned (extended depth alone), paper-alpha-ALPHA, chain-LEVELS, tree-NODES-DEPTH-WIDTH as in "
-    "tree-60-5-10, plain-eager, and all of ours with -eager behind them"
+    "tree-60-5-10, plain-eager, and all of ours with -eager behind them; economize-LEVELS (the chain of the package "
+    "economize, where installed)"
 )
 
 
@@ -26,12 +29,14 @@ class Arm:
         draft: `draft_*` fields; `None` for arms that run without the head.
         generate: further arguments of `generate`.
         tiers: changes to the paper's tiers, arguments of `Strata.with_tiers`.
+        peer_levels: length of the chain that the package `economize` drafts instead of us.
     """
 
     name: str
     draft: dict[str, Any] | None = None
     generate: dict[str, Any] = field(default_factory=dict)
     tiers: dict[str, Any] = field(default_factory=dict)
+    peer_levels: int | None = None
 
     @property
     def speculates(self) -> bool:
@@ -42,7 +47,7 @@ class Arm:
         """The arm called `name`. `compile` is what arms with a head get, those called `-eager` excepted.
 
         Raises:
-            ValueError: for a name that is no arm.
+            ValueError: for a name that is no arm, and for an arm whose package is not installed.
         """
         base = name.removesuffix("-eager")
         draft: dict[str, Any] = {"draft_compile": compile if base == name else "never"}
@@ -51,6 +56,10 @@ class Arm:
                 return cls(name)
             case ["prompt", "lookup"] if base == name:
                 return cls(name, generate={"prompt_lookup_num_tokens": 10})
+            case ["economize", int(levels)] if base == name:
+                if not has_economize():
+                    raise ValueError(f"{name} needs the package economize. Install it with `pip install economize`.")
+                return cls(name, peer_levels=levels)
             case ["plain"] if base != name:
                 return cls(name, draft | {"draft_policy": "off"})
             case ["plain", "compiled"] if base == name:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 
 from .. import __version__
 from ..machine import device_name
+from .peers import has_economize
 
 
 def describe_run(device: torch.device) -> dict[str, Any]:
@@ -33,6 +35,7 @@ def describe_run(device: torch.device) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
+            **({"economize": version("economize")} if has_economize() else {}),
         },
         "commit": _commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..head import HeteroSpecHead
 from .arms import Arm
+from .peers import EconomizeChain
 
 WARM_UP_TOKENS = 24
 
@@ -32,7 +33,7 @@ class Record:
 
     Attributes:
         seconds: wall time of the call, prompt included.
-        rounds: target passes after the prompt's; for arms without statistics of ours, `None` like the rest.
+        rounds: target passes after the prompt's; for arms that do not count them, `None` like the rest.
         split: seconds of the prompt's pass, head, target and everything else.
         peak_bytes: most memory in use during the call (resident on the CPU, allocated on a GPU).
     """
@@ -109,13 +110,14 @@ def run_arms(
         for arm in _rotated(arms, number)
         if (arm.name, name, number, repeat) not in seen
     ]
+    peer = EconomizeChain(model, head) if any(arm.peer_levels for arm, *_ in jobs) else None
     if jobs:
         first_set = next(iter(prompt_sets.values()))
         for arm in tqdm(arms, desc="warming up", disable=None, file=sys.stderr):
-            _call(model, head, encode(tokenizer, first_set[0], model.device), arm, WARM_UP_TOKENS)
+            _call(model, head, encode(tokenizer, first_set[0], model.device), arm, WARM_UP_TOKENS, peer)
     for arm, name, number, repeat in tqdm(jobs, desc="bench", disable=None, file=sys.stderr):
         ids = encode(tokenizer, prompt_sets[name][number], model.device)
-        record = Record(arm.name, name, number, repeat, **_call(model, head, ids, arm, max_new_tokens))
+        record = Record(arm.name, name, number, repeat, **_call(model, head, ids, arm, max_new_tokens, peer))
         records.append(record)
         if done is not None:
             done.append(record)
@@ -139,32 +141,47 @@ def _rotated(arms: Sequence[Arm], number: int) -> list[Arm]:
     return [*arms[start:], *arms[:start]]
 
 
-def _call(model: PreTrainedModel, head: HeteroSpecHead, ids: Tensor, arm: Arm, max_new_tokens: int) -> dict[str, Any]:
+def _call(
+    model: PreTrainedModel,
+    head: HeteroSpecHead,
+    ids: Tensor,
+    arm: Arm,
+    max_new_tokens: int,
+    peer: EconomizeChain | None,
+) -> dict[str, Any]:
     """One call, as the fields of a `Record`."""
-    assistant = {"assistant_model": head} if arm.draft is not None else {}
-    config = arm.config(head, do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
     _reset_peak(model.device)
     start = time.perf_counter()
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
+    if arm.peer_levels is not None:
+        assert peer is not None
+        new_tokens, fields = peer.decode(ids, num_levels=arm.peer_levels, max_new_tokens=max_new_tokens)
+    else:
+        new_tokens, fields = _generate(model, head, ids, arm, max_new_tokens)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    fields: dict[str, Any] = {
-        "seconds": seconds,
-        "new_tokens": output.shape[1] - ids.shape[1],
-        "peak_bytes": _peak_bytes(model.device),
-    }
+    return {"seconds": seconds, "new_tokens": new_tokens, "peak_bytes": _peak_bytes(model.device)} | fields
+
+
+def _generate(
+    model: PreTrainedModel, head: HeteroSpecHead, ids: Tensor, arm: Arm, max_new_tokens: int
+) -> tuple[int, dict[str, Any]]:
+    """Through `generate`: the number of new tokens, and what a `Record` tells of the rounds."""
+    assistant = {"assistant_model": head} if arm.draft is not None else {}
+    config = arm.config(head, do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
+    new_tokens = output.shape[1] - ids.shape[1]
     statistics = head.last_statistics if assistant else None
-    if statistics is not None:
-        fields |= {
-            "rounds": statistics.rounds,
-            "verified_tokens": statistics.verified_tokens,
-            "tau": statistics.tau,
-            "split": statistics.seconds,
-            "tiers": dict(statistics.tiers),
-            "graphs": statistics.graphs,
-        }
-    return fields
+    if statistics is None:
+        return new_tokens, {}
+    return new_tokens, {
+        "rounds": statistics.rounds,
+        "verified_tokens": statistics.verified_tokens,
+        "tau": statistics.tau,
+        "split": statistics.seconds,
+        "tiers": dict(statistics.tiers),
+        "graphs": statistics.graphs,
+    }
 
 
 def _special_ids(model: PreTrainedModel) -> dict[str, Any]:
