@@ -90,6 +90,15 @@ def test_an_interrupted_run_goes_on(target, head, prompts, tmp_path, monkeypatch
     assert len(records) == 2
 
 
+def test_a_run_goes_on_where_only_the_peers_calls_are_done(target, head, prompts, tmp_path):
+    pytest.importorskip("economize")
+    arms = [Arm.parse(name, compile="never") for name in ("economize-3", "chain-3")]
+    done = RecordFile(tmp_path / "out.records.jsonl", {})
+    run_arms(target, None, head, arms=arms[:1], prompt_sets=prompts, max_new_tokens=4, done=done)
+    records = run_arms(target, None, head, arms=arms, prompt_sets=prompts, max_new_tokens=4, done=done)
+    assert [record.arm for record in records] == ["economize-3"] * 3 + ["chain-3"] * 3
+
+
 def test_records_of_another_run_are_not_mixed_in(tmp_path):
     RecordFile(tmp_path / "r.jsonl", {"arms": ["stock"]})
     with pytest.raises(ValueError, match="other settings"):

@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..configuration import HeteroSpecGenerationConfig
 from ..head import HeteroSpecHead
 from .arms import Arm
 from .peers import EconomizeChain
@@ -110,7 +111,7 @@ def run_arms(
         for arm in _rotated(arms, number)
         if (arm.name, name, number, repeat) not in seen
     ]
-    peer = EconomizeChain(model, head) if any(arm.peer_levels for arm, *_ in jobs) else None
+    peer = EconomizeChain(model, head) if jobs and any(arm.peer_levels is not None for arm in arms) else None
     if jobs:
         first_set = next(iter(prompt_sets.values()))
         for arm in tqdm(arms, desc="warming up", disable=None, file=sys.stderr):
@@ -150,13 +151,14 @@ def _call(
     peer: EconomizeChain | None,
 ) -> dict[str, Any]:
     """One call, as the fields of a `Record`."""
+    config = arm.config(head, do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
     _reset_peak(model.device)
     start = time.perf_counter()
     if arm.peer_levels is not None:
         assert peer is not None
         new_tokens, fields = peer.decode(ids, num_levels=arm.peer_levels, max_new_tokens=max_new_tokens)
     else:
-        new_tokens, fields = _generate(model, head, ids, arm, max_new_tokens)
+        new_tokens, fields = _generate(model, head if arm.draft is not None else None, ids, config)
     if model.device.type == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
@@ -164,14 +166,13 @@ def _call(
 
 
 def _generate(
-    model: PreTrainedModel, head: HeteroSpecHead, ids: Tensor, arm: Arm, max_new_tokens: int
+    model: PreTrainedModel, head: HeteroSpecHead | None, ids: Tensor, config: HeteroSpecGenerationConfig
 ) -> tuple[int, dict[str, Any]]:
     """Through `generate`: the number of new tokens, and what a `Record` tells of the rounds."""
-    assistant = {"assistant_model": head} if arm.draft is not None else {}
-    config = arm.config(head, do_sample=False, max_new_tokens=max_new_tokens, **_special_ids(model))
+    assistant = {"assistant_model": head} if head is not None else {}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
     new_tokens = output.shape[1] - ids.shape[1]
-    statistics = head.last_statistics if assistant else None
+    statistics = head.last_statistics if head is not None else None
     if statistics is None:
         return new_tokens, {}
     return new_tokens, {
